@@ -1,0 +1,66 @@
+#include "common/host/cpu_features.h"
+
+#include <sched.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+
+#include "common/host/error.h"
+
+namespace cula {
+
+namespace {
+
+constexpr CpuIsa kAllIsas[] = {CpuIsa::kGeneric, CpuIsa::kAvx2, CpuIsa::kAvx512, CpuIsa::kAvx512Bf16};
+
+CpuIsa detect() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  if (!avx2) return CpuIsa::kGeneric;
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (!avx512) return CpuIsa::kAvx2;
+  return __builtin_cpu_supports("avx512bf16") ? CpuIsa::kAvx512Bf16 : CpuIsa::kAvx512;
+#else
+  return CpuIsa::kGeneric;
+#endif
+}
+
+CpuIsa choose() {
+  const CpuIsa best = detect();
+  const char* wanted = std::getenv("CULA_CPU_ISA");
+  if (wanted == nullptr || *wanted == '\0') return best;
+  for (CpuIsa isa : kAllIsas) {
+    if (std::strcmp(wanted, cpu_isa_name(isa)) != 0) continue;
+    if (isa > best) {
+      throw_value_error("CULA_CPU_ISA: ", wanted, " is beyond this processor, whose best is ", cpu_isa_name(best));
+    }
+    return isa;
+  }
+  throw_value_error("CULA_CPU_ISA: expected generic, avx2, avx512 or avx512_bf16, got ", wanted);
+}
+
+}  // namespace
+
+CpuIsa cpu_isa() {
+  static const CpuIsa isa = choose();
+  return isa;
+}
+
+const char* cpu_isa_name(CpuIsa isa) {
+  constexpr const char* kNames[] = {"generic", "avx2", "avx512", "avx512_bf16"};
+  return kNames[static_cast<int>(isa)];
+}
+
+std::string cpu_isa_name() { return cpu_isa_name(cpu_isa()); }
+
+int hardware_threads() {
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof(set), &set) == 0) return CPU_COUNT(&set);
+  const unsigned count = std::thread::hardware_concurrency();
+  return count == 0 ? 1 : static_cast<int>(count);
+}
+
+}  // namespace cula

@@ -1,0 +1,21 @@
+// Which instruction sets this processor and operating system offer.
+#pragma once
+
+#include <string>
+
+namespace cula {
+
+// In ascending order; each includes the ones before it.
+enum class CpuIsa { kGeneric, kAvx2, kAvx512, kAvx512Bf16 };
+
+// The best one of this machine, or a lesser one named by the environment variable CULA_CPU_ISA (read once): "generic",
+// "avx2", "avx512" or "avx512_bf16". A name that is unknown or beyond the machine throws cula::Error.
+CpuIsa cpu_isa();
+
+const char* cpu_isa_name(CpuIsa isa);
+std::string cpu_isa_name();  // of cpu_isa()
+
+// Number of processors that this process may run on.
+int hardware_threads();
+
+}  // namespace cula
