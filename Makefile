@@ -1,0 +1,84 @@
+# make demo     train a small language model on real text, with everything set up from nothing
+# make test     C++ and Python tests, likewise
+# make bench    the CPU benchmark page, docs/results/cpu.md
+# make lint     formatting, clang-tidy, ruff, mypy          make format   rewrite files as the formatters want them
+# make clean    remove what was built; .venv stays (make distclean removes it too)
+#
+# Needs g++, make and Python 3.10 or newer with venv; everything else comes from PyPI into .venv. Settings:
+# PYTHON (interpreter to start from), VENV, BUILD (folders), JOBS, CMAKE_ARGS, DEMO_ARGS, PYTEST_ARGS.
+
+PYTHON ?= python3
+VENV ?= .venv
+BUILD ?= build
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+CMAKE_ARGS ?=
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+
+bin := $(abspath $(VENV))/bin
+export PATH := $(bin):$(PATH)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
+
+# What the installed package is made of.
+sources := $(shell find cmake csrc cula tools/build_backend.py -type f -not -name '*.pyc' -not -name '*.so' 2>/dev/null)
+cpp_files = $(shell git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' | grep -v '^third_party/')
+
+.PHONY: demo test build test-cpp test-python bench lint format clean distclean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.package
+	$(bin)/python examples/train_text.py --output-dir out $(DEMO_ARGS)
+
+test: test-cpp test-python
+
+# ---- set-up --------------------------------------------------------------------------------------------------------
+# pip older than 25.1 knows no dependency groups, so it is brought up to date first.
+$(VENV)/.tools: pyproject.toml
+	$(PYTHON) tools/check_prerequisites.py
+	test -x $(bin)/python || $(PYTHON) -m venv $(VENV)
+	$(bin)/python -m pip install --quiet 'pip>=25.1'
+	$(bin)/python -m pip install --quiet --group build --group test
+	touch $@
+
+$(VENV)/.lint: $(VENV)/.tools
+	$(bin)/python -m pip install --quiet --group lint
+	touch $@
+
+# The package is built in the same folder as the C++ tests, so that each file is compiled once.
+$(VENV)/.package: $(VENV)/.tools CMakeLists.txt $(sources)
+	$(bin)/python -m pip install --quiet --no-build-isolation -Cbuild-dir=$(BUILD) .
+	touch $@
+
+# ---- build and test ------------------------------------------------------------------------------------------------
+build: $(VENV)/.tools
+	$(bin)/cmake -S . -B $(BUILD) -G Ninja -DCULA_BUILD_TESTS=ON -DPython3_EXECUTABLE=$(bin)/python \
+	  -DCMAKE_BUILD_TYPE=Release $(CMAKE_ARGS)
+	$(bin)/cmake --build $(BUILD)
+
+test-cpp: build
+	$(bin)/ctest --test-dir $(BUILD) --output-on-failure
+
+test-python: $(VENV)/.package
+	$(bin)/pytest $(PYTEST_ARGS)
+
+bench: $(VENV)/.package
+	$(bin)/python benchmarks/bench_cpu.py --json out/bench_cpu.json --page docs/results/cpu.md
+
+# ---- checks --------------------------------------------------------------------------------------------------------
+lint: $(VENV)/.lint build
+	$(bin)/clang-format --dry-run --Werror $(cpp_files)
+	$(bin)/ruff check . && $(bin)/ruff format --check .
+	$(bin)/mypy
+	$(bin)/python tools/run_clang_tidy.py --build $(BUILD) --jobs $(JOBS)
+
+format: $(VENV)/.lint
+	$(bin)/clang-format -i $(cpp_files)
+	$(bin)/ruff check --fix . && $(bin)/ruff format .
+
+clean:
+	rm -rf $(BUILD) out
+	rm -f $(VENV)/.package
+
+distclean: clean
+	rm -rf $(VENV)
