@@ -12,8 +12,8 @@ struct DTypeInfo {
 };
 
 constexpr DTypeInfo kDTypes[] = {
-    {"float64", {kDLFloat, 64, 1}},  {"float32", {kDLFloat, 32, 1}}, {"bfloat16", {kDLBfloat, 16, 1}},
-    {"float16", {kDLFloat, 16, 1}},  {"int64", {kDLInt, 64, 1}},     {"int32", {kDLInt, 32, 1}},
+    {"float64", {kDLFloat, 64, 1}}, {"float32", {kDLFloat, 32, 1}}, {"bfloat16", {kDLBfloat, 16, 1}},
+    {"float16", {kDLFloat, 16, 1}}, {"int64", {kDLInt, 64, 1}},     {"int32", {kDLInt, 32, 1}},
 };
 
 const DTypeInfo& info(DType dtype) { return kDTypes[static_cast<int>(dtype)]; }

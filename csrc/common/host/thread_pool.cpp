@@ -23,7 +23,7 @@ struct Job {
   std::atomic<int64_t> next{0};
   int workers = 0;  // that ever joined; the next one's index
   int active = 0;   // that have not left yet
-  std::exception_ptr error;
+  std::exception_ptr error = nullptr;
 
   // The units of one worker. Returns when none are left; on an exception the remaining units are dropped.
   std::exception_ptr run(int worker) {

@@ -14,8 +14,7 @@ void parallel_for_units(int64_t units, int num_threads, void (*body)(void*, int6
 template <class Body>
 void parallel_for(int64_t units, int num_threads, Body&& body) {
   parallel_for_units(
-      units, num_threads,
-      [](void* context, int64_t unit, int worker) { (*static_cast<Body*>(context))(unit, worker); },
+      units, num_threads, [](void* context, int64_t unit, int worker) { (*static_cast<Body*>(context))(unit, worker); },
       const_cast<void*>(static_cast<const void*>(&body)));
 }
 

@@ -1,0 +1,138 @@
+#include <algorithm>
+#include <cmath>
+
+#include "common/host/cpu_features.h"
+#include "gdn/backend.h"
+#include "gdn/validate.h"
+
+namespace cula::gdn {
+
+namespace {
+
+constexpr const char* kBackendNames[] = {"auto", "cpu", "cuda", "sm90"};
+
+#ifdef CULA_WITH_CUDA
+constexpr bool kWithCuda = true;
+#else
+constexpr bool kWithCuda = false;
+#endif
+
+Backend choose_backend(const Problem& problem) {
+  const bool on_cpu = problem.device.device_type == kDLCPU;
+  const bool on_cuda = problem.device.device_type == kDLCUDA;
+  if (!on_cpu && !on_cuda) {
+    throw_value_error("device: expected tensors on the CPU or on a CUDA device, got DLPack device type ",
+                      int(problem.device.device_type));
+  }
+  const Backend wanted = problem.backend;
+  if (wanted == Backend::kSm90) {
+    throw_value_error("backend: expected auto, cpu or cuda, got sm90, which this version does not have");
+  }
+  if (on_cpu) {
+    if (wanted != Backend::kAuto && wanted != Backend::kCpu) {
+      throw_value_error("backend: expected auto or cpu for tensors on the CPU, got ", backend_name(wanted));
+    }
+    return Backend::kCpu;
+  }
+  if (wanted == Backend::kCpu) throw_value_error("backend: expected auto or cuda for CUDA tensors, got cpu");
+  if (!kWithCuda) {
+    throw_runtime_error("device: got CUDA tensors, but this build has the cpu backend only; build with CUDA (nvcc)");
+  }
+  return Backend::kCuda;
+}
+
+void append_chunks(int64_t begin, int64_t length, int64_t chunk_size, std::vector<SequenceRange>& sequences,
+                   std::vector<ChunkRange>& chunks) {
+  const int64_t sequence = static_cast<int64_t>(sequences.size());
+  const int64_t first = static_cast<int64_t>(chunks.size());
+  const int64_t count = (length + chunk_size - 1) / chunk_size;
+  for (int64_t i = 0; i < count; ++i) {
+    chunks.push_back({sequence, i, begin + i * chunk_size, std::min(chunk_size, length - i * chunk_size)});
+  }
+  sequences.push_back({begin, length, first, count});
+}
+
+// Columns of the state for one unit of the sequential pass. Fewer columns make more units; the results are the same.
+int64_t choose_value_block(const Problem& problem, int64_t busy_sequences, int num_threads) {
+  constexpr int64_t kLargest = 128;  // a K x 128 state and the tiles of a chunk fit the L2 cache of a core
+  constexpr int64_t kSmallest = 32;  // two vectors: below, the products lose speed
+  const auto round_up = [](int64_t value, int64_t to) { return (value + to - 1) / to * to; };
+  int64_t block = std::min(kLargest, round_up(problem.value_dim, kSmallest));
+  const auto units = [&] { return busy_sequences * problem.value_heads * ((problem.value_dim + block - 1) / block); };
+  while (units() < num_threads && block > kSmallest) block = round_up(block / 2, kSmallest);
+  return block;
+}
+
+const BackendTable& table(Backend backend) {
+#ifdef CULA_WITH_CUDA
+  if (backend == Backend::kCuda) return cuda_backend();
+#endif
+  static_cast<void>(backend);
+  return cpu_backend();
+}
+
+}  // namespace
+
+const char* backend_name(Backend backend) { return kBackendNames[static_cast<int>(backend)]; }
+
+Backend backend_from_name(const std::string& name) {
+  for (int i = 0; i < static_cast<int>(std::size(kBackendNames)); ++i) {
+    if (name == kBackendNames[i]) return static_cast<Backend>(i);
+  }
+  throw_value_error("backend: expected auto, cpu, cuda or sm90, got ", name);
+}
+
+int64_t Problem::num_sequences() const {
+  return sequence_offsets ? static_cast<int64_t>(sequence_offsets->size()) - 1 : batch;
+}
+
+Plan Plan::make(const Problem& problem) {
+  validate_problem(problem);
+  Plan plan;
+  plan.problem_ = problem;
+  plan.backend_ = choose_backend(problem);
+  plan.scale_ = problem.scale.value_or(1.0 / std::sqrt(static_cast<double>(problem.key_dim)));
+  plan.num_threads_ = problem.num_threads != 0 ? problem.num_threads : hardware_threads();
+
+  if (problem.sequence_offsets) {
+    const std::vector<int64_t>& offsets = *problem.sequence_offsets;
+    for (size_t n = 0; n + 1 < offsets.size(); ++n) {
+      append_chunks(offsets[n], offsets[n + 1] - offsets[n], problem.chunk_size, plan.sequences_, plan.chunks_);
+    }
+  } else {
+    for (int64_t b = 0; b < problem.batch; ++b) {
+      append_chunks(b * problem.tokens, problem.tokens, problem.chunk_size, plan.sequences_, plan.chunks_);
+    }
+  }
+  const auto busy = std::count_if(plan.sequences_.begin(), plan.sequences_.end(),
+                                  [](const SequenceRange& sequence) { return sequence.length != 0; });
+  plan.value_block_ = choose_value_block(problem, busy, plan.num_threads_);
+  return plan;
+}
+
+size_t Plan::forward_workspace_bytes(bool saves_for_backward) const {
+  return table(backend_).forward_workspace_bytes(*this, saves_for_backward);
+}
+
+size_t Plan::backward_workspace_bytes() const { return table(backend_).backward_workspace_bytes(*this); }
+
+std::string Plan::describe() const {
+  const Problem& p = problem_;
+  std::string text = concat("gated delta rule, backend ", backend_name(backend_), "\n  B=", p.batch, " T=", p.tokens,
+                            " H=", p.heads, " HV=", p.value_heads, " K=", p.key_dim, " V=", p.value_dim,
+                            " dtype=", dtype_name(from_dlpack(p.dtype, "dtype")), " chunk=", p.chunk_size,
+                            " scale=", scale_, "\n  sequences: ", sequences_.size(),
+                            p.sequence_offsets ? " packed" : " of equal length", ", chunks: ", chunks_.size());
+  if (backend_ == Backend::kCpu) {
+    const int64_t blocks = (p.value_dim + value_block_ - 1) / value_block_;
+    text += concat("\n  instruction set: ", cpu_isa_name(), ", threads: ", num_threads_,
+                   "\n  chunk-parallel units: ", static_cast<int64_t>(chunks_.size()) * p.heads,
+                   ", sequential units: ", static_cast<int64_t>(sequences_.size()) * p.value_heads * blocks, " of ",
+                   value_block_, " state columns");
+  }
+  text += concat("\n  workspace: forward ", forward_workspace_bytes(false), " B (", forward_workspace_bytes(true),
+                 " B when saving for backward), backward ", backward_workspace_bytes(), " B");
+  return text;
+}
+
+}  // namespace cula::gdn

@@ -1,0 +1,456 @@
+#include "gdn/validate.h"
+
+#include <algorithm>
+#include <array>
+#include <string>
+#include <string_view>
+
+namespace cula::gdn {
+
+namespace {
+
+// The dtype an argument must have.
+enum class Kind {
+  kOperand,    // Problem::dtype
+  kStatistic,  // stat_dtype
+  kFloat,      // any float type
+};
+
+enum class Presence { kRequired, kOptional };
+
+// Checks arguments one by one against shapes written in the letters of gdn.h.
+class Checker {
+ public:
+  explicit Checker(const Plan& plan) : plan_(plan), problem_(plan.problem()) {}
+
+  // `letters`: "B T HV V"; S stands for the two dimensions of a state in the problem's layout.
+  void input(const DLTensor* tensor, const char* name, const char* letters, Kind kind,
+             Presence presence = Presence::kRequired) const {
+    if (!present(tensor, name, presence)) return;
+    const TensorView view = TensorView::from(tensor, name);
+    check_kind(view, name, kind);
+    check_letters(view, name, letters);
+    check_device(view, name);
+  }
+
+  void output(const DLTensor* tensor, const char* name, const char* letters, Kind kind,
+              Presence presence = Presence::kRequired) const {
+    input(tensor, name, letters, kind, presence);
+    if (tensor != nullptr) check_writable(TensorView::from(tensor, name), name);
+  }
+
+  // Arguments whose shape is only known to equal another's.
+  void like(const DLTensor* tensor, const char* name, const DLTensor* model, const char* model_name, Kind kind,
+            bool is_output, int dropped_dims = 0) const {
+    if (!present(tensor, name, Presence::kRequired)) return;
+    const TensorView view = TensorView::from(tensor, name);
+    const TensorView expected = TensorView::from(model, model_name);
+    check_kind(view, name, kind);
+    check_device(view, name);
+    if (view.ndim != expected.ndim - dropped_dims ||
+        !std::equal(view.shape.begin(), view.shape.begin() + view.ndim, expected.shape.begin())) {
+      throw_value_error(name, ": expected the ", dropped_dims == 0 ? "" : "leading ", "shape of ", model_name, ", ",
+                        expected.shape_string(), ", got ", view.shape_string());
+    }
+    if (is_output) check_writable(view, name);
+  }
+
+  // HV elements in any shape.
+  void per_head(const DLTensor* tensor, const char* name, Presence presence, bool is_output = false) const {
+    if (!present(tensor, name, presence)) return;
+    const TensorView view = TensorView::from(tensor, name);
+    check_float(view, name);
+    check_device(view, name);
+    if (view.numel() != problem_.value_heads) {
+      throw_value_error(name, ": expected HV = ", problem_.value_heads, " elements, got shape ", view.shape_string());
+    }
+    if (is_output) check_writable(view, name);
+  }
+
+  static void require_absent(bool given, const char* name, const char* why) {
+    if (given) throw_value_error(name, ": expected to be absent ", why);
+  }
+
+ private:
+  static bool present(const DLTensor* tensor, const char* name, Presence presence) {
+    if (tensor == nullptr && presence == Presence::kRequired) throw_value_error(name, ": expected a tensor, got none");
+    return tensor != nullptr;
+  }
+
+  void check_kind(const TensorView& view, const char* name, Kind kind) const {
+    switch (kind) {
+      case Kind::kOperand:
+        return check_same_dtype(view, name, from_dlpack(problem_.dtype, "dtype"), "the common dtype of q, k and v");
+      case Kind::kStatistic:
+        return check_same_dtype(view, name, stat_dtype(problem_), "the accumulators' dtype");
+      case Kind::kFloat:
+        return check_float(view, name);
+    }
+  }
+
+  void check_device(const TensorView& view, const char* name) const {
+    if (view.device.device_type != problem_.device.device_type || view.device.device_id != problem_.device.device_id) {
+      throw_value_error(name, ": expected a tensor on device ", int(problem_.device.device_type), ":",
+                        problem_.device.device_id, " (DLPack type:index) as the other arguments, got one on ",
+                        int(view.device.device_type), ":", view.device.device_id);
+    }
+  }
+
+  static void check_writable(const TensorView& view, const char* name) {
+    for (int i = 0; i < view.ndim; ++i) {
+      if (view.shape[i] > 1 && view.stride[i] == 0) {
+        throw_value_error(name, ": expected an output whose elements are distinct, got one expanded along dimension ",
+                          i);
+      }
+    }
+  }
+
+  int64_t size_of(std::string_view letter) const {
+    if (letter == "B") return problem_.batch;
+    if (letter == "T") return problem_.tokens;
+    if (letter == "H") return problem_.heads;
+    if (letter == "HV") return problem_.value_heads;
+    if (letter == "K") return problem_.key_dim;
+    if (letter == "V") return problem_.value_dim;
+    if (letter == "C") return problem_.chunk_size;
+    if (letter == "N") return problem_.num_sequences();
+    // Chunks of one row of the batch; packed sequences have one row.
+    return static_cast<int64_t>(plan_.chunks().size()) / std::max<int64_t>(problem_.batch, 1);
+  }
+
+  void check_letters(const TensorView& view, const char* name, std::string_view letters) const {
+    std::string shown = "[";
+    std::string sizes = "[";
+    std::array<int64_t, kMaxDims> expected{};
+    int count = 0;
+    const auto add = [&](std::string_view letter) {
+      const char* separator = count == 0 ? "" : ", ";
+      expected[count++] = size_of(letter);
+      shown += separator + std::string(letter);
+      sizes += separator + std::to_string(expected[count - 1]);
+    };
+    while (!letters.empty()) {
+      const size_t end = std::min(letters.find(' '), letters.size());
+      const std::string_view letter = letters.substr(0, end);
+      letters.remove_prefix(std::min(end + 1, letters.size()));
+      if (letter == "S") {
+        add(problem_.state_v_first ? "V" : "K");
+        add(problem_.state_v_first ? "K" : "V");
+      } else {
+        add(letter);
+      }
+    }
+    if (view.ndim == count && std::equal(expected.begin(), expected.begin() + count, view.shape.begin())) return;
+    throw_value_error(name, ": expected shape ", shown, "] = ", sizes, "], got ", view.shape_string());
+  }
+
+  const Plan& plan_;
+  const Problem& problem_;
+};
+
+constexpr Presence kOptional = Presence::kOptional;
+
+void check_offsets(const Problem& problem) {
+  const std::vector<int64_t>& offsets = *problem.sequence_offsets;
+  if (problem.batch != 1) {
+    throw_value_error("cu_seqlens: expected batch size 1 (flatten the batch into one row of packed sequences), got ",
+                      problem.batch);
+  }
+  if (offsets.empty()) throw_value_error("cu_seqlens: expected N + 1 offsets, got none");
+  if (offsets.front() != 0) throw_value_error("cu_seqlens: expected to start at 0, got ", offsets.front());
+  for (size_t i = 1; i < offsets.size(); ++i) {
+    if (offsets[i] < offsets[i - 1]) {
+      throw_value_error("cu_seqlens: expected ascending offsets, got ", offsets[i - 1], " before ", offsets[i],
+                        " at position ", i);
+    }
+  }
+  if (offsets.back() > problem.tokens) {
+    throw_value_error("cu_seqlens: expected to end at or before T = ", problem.tokens, ", got ", offsets.back());
+  }
+}
+
+void check_gate(const Checker& check, const Problem& problem, const DLTensor* A_log, const DLTensor* dt_bias) {
+  if (!problem.use_gate) {
+    Checker::require_absent(A_log != nullptr, "A_log", "without use_gate_in_kernel");
+    Checker::require_absent(dt_bias != nullptr, "dt_bias", "without use_gate_in_kernel");
+    return;
+  }
+  if (A_log == nullptr) throw_assertion_error("A_log: expected a tensor with use_gate_in_kernel, got none");
+  check.per_head(A_log, "A_log", Presence::kRequired);
+  check.per_head(dt_bias, "dt_bias", kOptional);
+}
+
+// What forward, backward and decoding have in common.
+template <class Tensors>
+void check_inputs(const Checker& check, const Problem& problem, const Tensors& t, bool reads_raw_q_and_k) {
+  const Presence raw = reads_raw_q_and_k ? Presence::kRequired : kOptional;
+  check.input(t.q, "q", "B T H K", Kind::kOperand, raw);
+  check.input(t.k, "k", "B T H K", Kind::kOperand, raw);
+  check.input(t.v, "v", "B T HV V", Kind::kOperand);
+  check.input(t.g, "g", "B T HV", Kind::kFloat);
+  check.input(t.beta, "beta", "B T HV", Kind::kFloat);
+  check.input(t.initial_state, "initial_state", "N HV S", Kind::kFloat, kOptional);
+  check_gate(check, problem, t.A_log, t.dt_bias);
+}
+
+void check_saved(const Checker& check, const Problem& problem, const SavedTensors& saved) {
+  check.output(saved.A, "saved.A", "B T HV C", Kind::kOperand);
+  const Presence presence = problem.use_qk_l2norm ? Presence::kRequired : kOptional;
+  check.output(saved.q_normalized, "saved.q_normalized", "B T H K", Kind::kOperand, presence);
+  check.output(saved.q_rstd, "saved.q_rstd", "B T H", Kind::kStatistic, presence);
+  check.output(saved.k_normalized, "saved.k_normalized", "B T H K", Kind::kOperand, presence);
+  check.output(saved.k_rstd, "saved.k_rstd", "B T H", Kind::kStatistic, presence);
+}
+
+}  // namespace
+
+DType stat_dtype(const Problem& problem) {
+  return from_dlpack(problem.dtype, "dtype") == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+}
+
+void validate_problem(const Problem& problem) {
+  if (problem.batch < 0) throw_value_error("batch: expected B >= 0, got ", problem.batch);
+  if (problem.tokens < 0) throw_value_error("tokens: expected T >= 0, got ", problem.tokens);
+  if (problem.heads < 1) throw_value_error("q: expected at least one head, got H = ", problem.heads);
+  if (problem.value_heads < problem.heads || problem.value_heads % problem.heads != 0) {
+    throw_value_error("v: expected a number of value heads HV that is a multiple of the number of query heads H = ",
+                      problem.heads, ", got HV = ", problem.value_heads);
+  }
+  if (problem.chunk_size != 16 && problem.chunk_size != 32 && problem.chunk_size != 64) {
+    throw_value_error("chunk_size: expected 16, 32 or 64, got ", problem.chunk_size);
+  }
+  if (problem.sequence_offsets) check_offsets(problem);
+  if (problem.allow_neg_eigval && !problem.use_beta_sigmoid) {
+    throw_value_error("allow_neg_eigval: expected use_beta_sigmoid_in_kernel with it, got it alone");
+  }
+  if (problem.key_dim < 1) throw_value_error("k: expected a key dimension K of at least 1, got ", problem.key_dim);
+  if (problem.value_dim < 1) {
+    throw_value_error("v: expected a value dimension V of at least 1, got ", problem.value_dim);
+  }
+  if (problem.key_dim > kMaxKeyDim) {
+    throw_assertion_error("k: expected a key dimension K of at most ", kMaxKeyDim, ", got ", problem.key_dim);
+  }
+  if (problem.num_threads < 0) {
+    throw_value_error("num_threads: expected 0 (all) or more, got ", problem.num_threads);
+  }
+  const DType dtype = from_dlpack(problem.dtype, "dtype");
+  if (!is_float(dtype)) {
+    throw_type_error("q: expected float64, float32, bfloat16 or float16, got ", dtype_name(dtype));
+  }
+}
+
+void validate_forward(const Plan& plan, const ForwardTensors& t) {
+  const Problem& problem = plan.problem();
+  const Checker check(plan);
+  check_inputs(check, problem, t, true);
+  check.output(t.o, "o", "B T HV V", Kind::kOperand);
+  check.output(t.final_state, "final_state", "N HV S", Kind::kStatistic, kOptional);
+  if (t.saved != nullptr) check_saved(check, problem, *t.saved);
+}
+
+void validate_recurrent(const Plan& plan, const ForwardTensors& t) {
+  if (t.saved != nullptr) throw_value_error("saved: expected none (the recurrence has no backward), got tensors");
+  validate_forward(plan, t);
+}
+
+void validate_backward(const Plan& plan, const BackwardTensors& t) {
+  const Problem& problem = plan.problem();
+  const Checker check(plan);
+  if (t.saved == nullptr) throw_value_error("saved: expected what forward saved, got none");
+  check_inputs(check, problem, t, !problem.use_qk_l2norm);
+  check_saved(check, problem, *t.saved);
+  check.input(t.grad_output, "do", "B T HV V", Kind::kFloat);
+  check.input(t.grad_final_state, "dht", "N HV S", Kind::kFloat, kOptional);
+  check.output(t.dq, "dq", "B T H K", Kind::kFloat, kOptional);
+  check.output(t.dk, "dk", "B T H K", Kind::kFloat, kOptional);
+  check.output(t.dv, "dv", "B T HV V", Kind::kFloat, kOptional);
+  check.output(t.dg, "dg", "B T HV", Kind::kFloat, kOptional);
+  check.output(t.dbeta, "dbeta", "B T HV", Kind::kFloat, kOptional);
+  check.output(t.dh0, "dh0", "N HV S", Kind::kFloat, kOptional);
+  if (!problem.use_gate) Checker::require_absent(t.dA_log != nullptr, "dA_log", "without use_gate_in_kernel");
+  if (t.dt_bias == nullptr) Checker::require_absent(t.ddt_bias != nullptr, "ddt_bias", "without dt_bias");
+  check.per_head(t.dA_log, "dA_log", kOptional, true);
+  check.per_head(t.ddt_bias, "ddt_bias", kOptional, true);
+}
+
+void validate_workspace(Workspace workspace, size_t needed) {
+  constexpr uintptr_t kAlignment = 64;
+  if (workspace.bytes < needed || (needed != 0 && workspace.data == nullptr)) {
+    throw_value_error("workspace: expected ", needed, " bytes, got ", workspace.data == nullptr ? 0 : workspace.bytes);
+  }
+  if (reinterpret_cast<uintptr_t>(workspace.data) % kAlignment != 0) {
+    throw_value_error("workspace: expected an address aligned to ", kAlignment, " bytes");
+  }
+}
+
+void validate(const Plan& plan, const stages::L2NormForward& t) {
+  const Checker check(plan);
+  check.like(t.x, "x", t.x, "x", Kind::kFloat, false);
+  if (t.x->ndim < 1) throw_value_error("x: expected at least one dimension, got a scalar");
+  check.like(t.y, "y", t.x, "x", Kind::kFloat, true);
+  check.like(t.rstd, "rstd", t.x, "x", Kind::kFloat, true, 1);
+}
+
+void validate(const Plan& plan, const stages::L2NormBackward& t) {
+  const Checker check(plan);
+  check.like(t.y, "y", t.y, "y", Kind::kFloat, false);
+  if (t.y->ndim < 1) throw_value_error("y: expected at least one dimension, got a scalar");
+  check.like(t.rstd, "rstd", t.y, "y", Kind::kFloat, false, 1);
+  check.like(t.dy, "dy", t.y, "y", Kind::kFloat, false);
+  check.like(t.dx, "dx", t.y, "y", Kind::kFloat, true);
+}
+
+void validate(const Plan& plan, const stages::BetaSigmoidForward& t) {
+  const Checker check(plan);
+  check.like(t.x, "x", t.x, "x", Kind::kFloat, false);
+  check.like(t.y, "y", t.x, "x", Kind::kFloat, true);
+}
+
+void validate(const Plan& plan, const stages::BetaSigmoidBackward& t) {
+  const Checker check(plan);
+  check.like(t.x, "x", t.x, "x", Kind::kFloat, false);
+  check.like(t.dy, "dy", t.x, "x", Kind::kFloat, false);
+  check.like(t.dx, "dx", t.x, "x", Kind::kFloat, true);
+}
+
+void validate(const Plan& plan, const stages::LocalCumsum& t) {
+  const Checker check(plan);
+  check.input(t.g, "g", "B T HV", Kind::kFloat);
+  check.output(t.out, "out", "B T HV", Kind::kFloat);
+}
+
+void validate(const Plan& plan, const stages::GateForward& t) {
+  const Checker check(plan);
+  check.input(t.g, "g", "B T HV", Kind::kFloat);
+  check.per_head(t.A_log, "A_log", Presence::kRequired);
+  check.per_head(t.dt_bias, "dt_bias", kOptional);
+  check.output(t.out, "out", "B T HV", Kind::kFloat);
+}
+
+void validate(const Plan& plan, const stages::GateCumsum& t) {
+  validate(plan, stages::GateForward{t.g, t.A_log, t.dt_bias, t.out});
+}
+
+void validate(const Plan& plan, const stages::GateBackward& t) {
+  const Checker check(plan);
+  check.input(t.g, "g", "B T HV", Kind::kFloat);
+  check.per_head(t.A_log, "A_log", Presence::kRequired);
+  check.per_head(t.dt_bias, "dt_bias", kOptional);
+  check.input(t.dyg, "dyg", "B T HV", Kind::kFloat);
+  check.output(t.dg, "dg", "B T HV", Kind::kFloat);
+  check.per_head(t.dA_log, "dA_log", Presence::kRequired, true);
+  check.per_head(t.ddt_bias, "ddt_bias", kOptional, true);
+  Checker::require_absent(t.ddt_bias != nullptr && t.dt_bias == nullptr, "ddt_bias", "without dt_bias");
+}
+
+void validate(const Plan& plan, const stages::ScaledDotKkt& t) {
+  const Checker check(plan);
+  check.input(t.k, "k", "B T H K", Kind::kOperand);
+  check.input(t.g, "g", "B T HV", Kind::kFloat, kOptional);
+  check.input(t.beta, "beta", "B T HV", Kind::kFloat);
+  check.output(t.L, "L", "B T HV C", Kind::kFloat);
+}
+
+void validate(const Plan& plan, const stages::SolveTril& t) {
+  const Checker check(plan);
+  check.input(t.L, "L", "B T HV C", Kind::kFloat);
+  check.output(t.A, "A", "B T HV C", Kind::kFloat);
+}
+
+void validate(const Plan& plan, const stages::Intra& t) {
+  const Checker check(plan);
+  check.output(t.A, "A", "B T HV C", Kind::kOperand);
+  validate(plan, stages::RecomputeWU{t.k, t.v, t.beta, t.A, t.g, t.w, t.u});
+}
+
+void validate(const Plan& plan, const stages::RecomputeWU& t) {
+  const Checker check(plan);
+  check.input(t.k, "k", "B T H K", Kind::kOperand);
+  check.input(t.v, "v", "B T HV V", Kind::kOperand);
+  check.input(t.beta, "beta", "B T HV", Kind::kFloat);
+  check.input(t.A, "A", "B T HV C", Kind::kOperand);
+  check.input(t.g, "g", "B T HV", Kind::kFloat, kOptional);
+  check.output(t.w, "w", "B T HV K", Kind::kOperand);
+  check.output(t.u, "u", "B T HV V", Kind::kOperand);
+}
+
+void validate(const Plan& plan, const stages::StateForward& t) {
+  const Checker check(plan);
+  check.input(t.k, "k", "B T H K", Kind::kOperand);
+  check.input(t.w, "w", "B T HV K", Kind::kOperand);
+  check.input(t.u, "u", "B T HV V", Kind::kOperand);
+  check.input(t.g, "g", "B T HV", Kind::kFloat, kOptional);
+  check.input(t.initial_state, "initial_state", "N HV S", Kind::kFloat, kOptional);
+  check.output(t.h, "h", "B NT HV S", Kind::kOperand);
+  check.output(t.v_new, "v_new", "B T HV V", Kind::kOperand, kOptional);
+  check.output(t.final_state, "final_state", "N HV S", Kind::kStatistic, kOptional);
+}
+
+void validate(const Plan& plan, const stages::OutputForward& t) {
+  const Checker check(plan);
+  check.input(t.q, "q", "B T H K", Kind::kOperand);
+  check.input(t.k, "k", "B T H K", Kind::kOperand);
+  check.input(t.v, "v", "B T HV V", Kind::kOperand);
+  check.input(t.h, "h", "B NT HV S", Kind::kOperand);
+  check.input(t.g, "g", "B T HV", Kind::kFloat, kOptional);
+  check.output(t.o, "o", "B T HV V", Kind::kOperand);
+}
+
+void validate(const Plan& plan, const stages::LocalValueGradient& t) {
+  const Checker check(plan);
+  check.input(t.q, "q", "B T H K", Kind::kOperand);
+  check.input(t.k, "k", "B T H K", Kind::kOperand);
+  check.input(t.g, "g", "B T HV", Kind::kFloat, kOptional);
+  check.input(t.grad_output, "do", "B T HV V", Kind::kFloat);
+  check.output(t.dv, "dv", "B T HV V", Kind::kFloat);
+}
+
+void validate(const Plan& plan, const stages::StateBackward& t) {
+  const Checker check(plan);
+  check.input(t.q, "q", "B T H K", Kind::kOperand);
+  check.input(t.k, "k", "B T H K", Kind::kOperand);
+  check.input(t.w, "w", "B T HV K", Kind::kOperand);
+  check.input(t.g, "g", "B T HV", Kind::kFloat, kOptional);
+  check.input(t.dht, "dht", "N HV S", Kind::kFloat, kOptional);
+  check.input(t.grad_output, "do", "B T HV V", Kind::kFloat);
+  check.input(t.dv, "dv", "B T HV V", Kind::kFloat);
+  check.output(t.dh, "dh", "B NT HV S", Kind::kOperand);
+  check.output(t.dh0, "dh0", "N HV S", Kind::kStatistic, kOptional);
+  check.output(t.dv2, "dv2", "B T HV V", Kind::kFloat);
+}
+
+void validate(const Plan& plan, const stages::OperandGradients& t) {
+  const Checker check(plan);
+  check.input(t.q, "q", "B T H K", Kind::kOperand);
+  check.input(t.k, "k", "B T H K", Kind::kOperand);
+  check.input(t.v, "v", "B T HV V", Kind::kOperand);
+  check.input(t.w, "w", "B T HV K", Kind::kOperand, kOptional);
+  check.input(t.g, "g", "B T HV", Kind::kFloat, kOptional);
+  check.input(t.h, "h", "B NT HV S", Kind::kOperand);
+  check.input(t.dv, "dv", "B T HV V", Kind::kFloat);
+  check.input(t.grad_output, "do", "B T HV V", Kind::kFloat);
+  check.input(t.dh, "dh", "B NT HV S", Kind::kOperand);
+  check.output(t.dq, "dq", "B T H K", Kind::kOperand);
+  check.output(t.dk, "dk", "B T H K", Kind::kOperand);
+  check.output(t.dw, "dw", "B T HV K", Kind::kOperand);
+  check.output(t.dg, "dg", "B T HV", Kind::kStatistic, kOptional);
+  Checker::require_absent(t.dg != nullptr && t.g == nullptr, "dg", "without g");
+}
+
+void validate(const Plan& plan, const stages::WyBackward& t) {
+  const Checker check(plan);
+  check.input(t.k, "k", "B T H K", Kind::kOperand);
+  check.input(t.v, "v", "B T HV V", Kind::kOperand);
+  check.input(t.beta, "beta", "B T HV", Kind::kFloat);
+  check.input(t.g, "g", "B T HV", Kind::kFloat, kOptional);
+  check.input(t.A, "A", "B T HV C", Kind::kOperand);
+  check.input(t.dw, "dw", "B T HV K", Kind::kFloat);
+  check.input(t.du, "du", "B T HV V", Kind::kFloat);
+  check.output(t.dk, "dk", "B T H K", Kind::kOperand);
+  check.output(t.dv, "dv", "B T HV V", Kind::kOperand);
+  check.output(t.db, "db", "B T HV", Kind::kFloat);
+  check.output(t.dg, "dg", "B T HV", Kind::kStatistic, kOptional);
+  Checker::require_absent(t.dg != nullptr && t.g == nullptr, "dg", "without g");
+}
+
+}  // namespace cula::gdn
