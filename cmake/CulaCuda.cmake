@@ -49,11 +49,13 @@ list(APPEND cuda_gencode "-gencode=arch=compute_${highest},code=compute_${highes
 add_library(cula_cuda_options INTERFACE)
 target_include_directories(cula_cuda_options SYSTEM INTERFACE "${CULA_CUTLASS_INCLUDE_DIR}")
 target_compile_definitions(cula_cuda_options INTERFACE CULA_WITH_CUDA)
-# -v makes ptxas report registers, spills and local memory per kernel; tools/check_ptxas.py reads that in CI.
 target_compile_options(
   cula_cuda_options
-  INTERFACE $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr;--expt-extended-lambda;-lineinfo;-Xptxas=-v>
+  INTERFACE $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr;--expt-extended-lambda;-lineinfo>
             $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-Wall>)
+if(CULA_PTXAS_VERBOSE)  # what tools/check_ptxas.py reads
+  target_compile_options(cula_cuda_options INTERFACE $<$<COMPILE_LANGUAGE:CUDA>:-Xptxas=-v>)
+endif()
 
 function(cula_add_gpu_library name gencode)
   add_library(${name} OBJECT ${ARGN})
