@@ -4,6 +4,29 @@
 #include "gdn/gdn.h"
 #include "gdn/stages.h"
 
+// Every stage: its function in cula::gdn::stages, which is also its field in BackendTable, and its arguments.
+// clang-format off
+#define CULA_GDN_STAGES(X)                         \
+  X(l2norm_fwd, L2NormForward)                     \
+  X(l2norm_bwd, L2NormBackward)                    \
+  X(fused_beta_sigmoid_fwd, BetaSigmoidForward)    \
+  X(fused_beta_sigmoid_bwd, BetaSigmoidBackward)   \
+  X(chunk_local_cumsum, LocalCumsum)               \
+  X(gdn_gate_fwd, GateForward)                     \
+  X(gdn_gate_chunk_cumsum, GateCumsum)             \
+  X(gdn_gate_bwd, GateBackward)                    \
+  X(chunk_scaled_dot_kkt_fwd, ScaledDotKkt)        \
+  X(solve_tril, SolveTril)                         \
+  X(chunk_gated_delta_rule_fwd_intra, Intra)       \
+  X(recompute_w_u_fwd, RecomputeWU)                \
+  X(chunk_gated_delta_rule_fwd_h, StateForward)    \
+  X(chunk_fwd_o, OutputForward)                    \
+  X(chunk_bwd_dv_local, LocalValueGradient)        \
+  X(chunk_gated_delta_rule_bwd_dhu, StateBackward) \
+  X(chunk_bwd_dqkwg, OperandGradients)             \
+  X(prepare_wy_repr_bwd, WyBackward)
+// clang-format on
+
 namespace cula::gdn {
 
 struct BackendTable {
@@ -13,29 +36,17 @@ struct BackendTable {
   void (*backward)(const Plan&, const BackwardTensors&, Workspace, Stream);
   void (*recurrent_forward)(const Plan&, const ForwardTensors&, Stream);
 
-  void (*l2norm_fwd)(const Plan&, const stages::L2NormForward&, Stream);
-  void (*l2norm_bwd)(const Plan&, const stages::L2NormBackward&, Stream);
-  void (*fused_beta_sigmoid_fwd)(const Plan&, const stages::BetaSigmoidForward&, Stream);
-  void (*fused_beta_sigmoid_bwd)(const Plan&, const stages::BetaSigmoidBackward&, Stream);
-  void (*chunk_local_cumsum)(const Plan&, const stages::LocalCumsum&, Stream);
-  void (*gdn_gate_fwd)(const Plan&, const stages::GateForward&, Stream);
-  void (*gdn_gate_chunk_cumsum)(const Plan&, const stages::GateCumsum&, Stream);
-  void (*gdn_gate_bwd)(const Plan&, const stages::GateBackward&, Stream);
-  void (*chunk_scaled_dot_kkt_fwd)(const Plan&, const stages::ScaledDotKkt&, Stream);
-  void (*solve_tril)(const Plan&, const stages::SolveTril&, Stream);
-  void (*chunk_gated_delta_rule_fwd_intra)(const Plan&, const stages::Intra&, Stream);
-  void (*recompute_w_u_fwd)(const Plan&, const stages::RecomputeWU&, Stream);
-  void (*chunk_gated_delta_rule_fwd_h)(const Plan&, const stages::StateForward&, Stream);
-  void (*chunk_fwd_o)(const Plan&, const stages::OutputForward&, Stream);
-  void (*chunk_bwd_dv_local)(const Plan&, const stages::LocalValueGradient&, Stream);
-  void (*chunk_gated_delta_rule_bwd_dhu)(const Plan&, const stages::StateBackward&, Stream);
-  void (*chunk_bwd_dqkwg)(const Plan&, const stages::OperandGradients&, Stream);
-  void (*prepare_wy_repr_bwd)(const Plan&, const stages::WyBackward&, Stream);
+#define CULA_GDN_STAGE_FIELD(function, Arguments) void (*function)(const Plan&, const stages::Arguments&, Stream);
+  CULA_GDN_STAGES(CULA_GDN_STAGE_FIELD)
+#undef CULA_GDN_STAGE_FIELD
 };
 
 const BackendTable& cpu_backend();
 #ifdef CULA_WITH_CUDA
 const BackendTable& cuda_backend();
 #endif
+
+// The table of a backend that this build has.
+const BackendTable& backend_table(Backend backend);
 
 }  // namespace cula::gdn

@@ -63,14 +63,6 @@ int64_t choose_value_block(const Problem& problem, int64_t busy_sequences, int n
   return block;
 }
 
-const BackendTable& table(Backend backend) {
-#ifdef CULA_WITH_CUDA
-  if (backend == Backend::kCuda) return cuda_backend();
-#endif
-  static_cast<void>(backend);
-  return cpu_backend();
-}
-
 }  // namespace
 
 const char* backend_name(Backend backend) { return kBackendNames[static_cast<int>(backend)]; }
@@ -111,10 +103,10 @@ Plan Plan::make(const Problem& problem) {
 }
 
 size_t Plan::forward_workspace_bytes(bool saves_for_backward) const {
-  return table(backend_).forward_workspace_bytes(*this, saves_for_backward);
+  return backend_table(backend_).forward_workspace_bytes(*this, saves_for_backward);
 }
 
-size_t Plan::backward_workspace_bytes() const { return table(backend_).backward_workspace_bytes(*this); }
+size_t Plan::backward_workspace_bytes() const { return backend_table(backend_).backward_workspace_bytes(*this); }
 
 std::string Plan::describe() const {
   const Problem& p = problem_;
