@@ -350,6 +350,27 @@ TEST(ReferenceCases, Case02_ResetEqualsTwoRuns) {
   EXPECT_TRUE(same_bits(head(r.o, 0), head(split.o, 0)));
 }
 
+TEST(Reference, ResetForgetsEvenNaN) {
+  const OperatorCase c = make_case(DType::kFloat64, 1, 6, 1, 1, 4, 4);
+  const Operands x = make_operands(c);
+  x.initial_state.filled([](int64_t) { return kInf; });
+  x.g.set(3, -kInf);
+  const Results r = run_reference(c, x);
+  EXPECT_FALSE(all_finite(r.o.slice(1, 2, 3)));
+  EXPECT_TRUE(all_finite(r.o.slice(1, 3, 6)));
+  EXPECT_TRUE(all_finite(r.final_state));
+  EXPECT_TRUE(all_finite(r.dv.slice(1, 3, 6)));
+  // Nor does the gradient pass: what lies behind the reset can not harm what lies before it.
+  const Operands y = make_operands(c);
+  y.g.set(3, -kInf);
+  y.grad_output.slice(1, 4, 6).filled([](int64_t) { return kInf; });
+  const Results s = run_reference(c, y);
+  EXPECT_FALSE(all_finite(s.dk.slice(1, 3, 6)));
+  EXPECT_TRUE(all_finite(s.dk.slice(1, 0, 3)));
+  EXPECT_TRUE(all_finite(s.dh0));
+  EXPECT_EQ(s.dg.at(3), 0);
+}
+
 TEST(ReferenceCases, Case03_RepeatedKeyReturnsTheLatestValue) {
   OperatorCase c = make_case(DType::kFloat64, 1, 130, 1, 1, 16, 8);
   c.initial_state = false;
@@ -421,6 +442,24 @@ TEST(ReferenceCases, Case12_OverflowingRateTimesUnderflowingSoftplus) {
     EXPECT_TRUE(same_bits(r.o.slice(2, 1, 2), ordinary.o.slice(2, 1, 2)));
     EXPECT_EQ(r.dA_log.at(1), ordinary.dA_log.at(1));
   }
+}
+
+// Both factors leave the range of float64, their product is e^-1.
+TEST(Reference, GateIsExactWhereItsFactorsAreNot) {
+  const OperatorCase c = gate_case(10, 1);
+  const Operands x = make_operands(c);
+  x.A_log.set(0, 999);
+  x.dt_bias.set(0, -500);
+  x.g.filled([](int64_t) { return -500.0; });
+  OperatorCase plain = c;
+  plain.problem.use_gate = false;
+  Operands y = x;
+  y.A_log = y.dt_bias = Tensor();
+  y.g = constant(DType::kFloat64, x.g.shape(), -std::exp(-1.0));
+  const Results r = run_reference(c, x), expected = run_reference(plain, y);
+  EXPECT_TRUE(close(r.o, expected.o, 1e-12));
+  // softplus is e^z here, so its derivative is itself.
+  EXPECT_TRUE(close(r.dg, expected.dg.filled([&](int64_t i) { return expected.dg.at(i) * -std::exp(-1.0); }), 1e-12));
 }
 
 // One token, so that the gradients are what the gate makes of the gradient by the log decay.
