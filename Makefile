@@ -63,7 +63,8 @@ test-python: $(VENV)/.package
 	$(bin)/pytest $(PYTEST_ARGS)
 
 bench: $(VENV)/.package
-	$(bin)/python benchmarks/bench_cpu.py --json out/bench_cpu.json --page docs/results/cpu.md
+	$(bin)/python benchmarks/bench_cpu.py --json out/bench_cpu.json --page docs/results/cpu.md \
+	  --figure docs/images/cpu.svg
 
 # ---- checks --------------------------------------------------------------------------------------------------------
 lint: $(VENV)/.lint build

@@ -8,8 +8,9 @@ import sys
 def missing() -> "list[str]":
     """What is not there, each with the Debian package that brings it."""
     found = []
-    if sys.version_info < (3, 10):
-        found.append("Python 3.10 or newer (this is %d.%d; choose another with make PYTHON=...)" % sys.version_info[:2])
+    if sys.version_info < (3, 10):  # noqa: UP036  (that is the question here)
+        this = ".".join(str(part) for part in sys.version_info[:2])
+        found.append("Python 3.10 or newer (this is " + this + "; choose another with make PYTHON=...)")
     if importlib.util.find_spec("venv") is None or importlib.util.find_spec("ensurepip") is None:
         found.append("Python's venv module (Debian: apt-get install python3-venv)")
     if shutil.which("g++") is None and shutil.which("c++") is None:

@@ -1,6 +1,6 @@
 """Runs clang-tidy over the project's C++ files, several at a time.
 
-    python tools/run_clang_tidy.py --build BUILD [--changed-since COMMIT] [--jobs N]
+python tools/run_clang_tidy.py --build BUILD [--changed-since COMMIT] [--jobs N]
 """
 
 import argparse

@@ -1,0 +1,26 @@
+"""The command `cula-gdn`: what this installation is (info), whether it computes right (check), how fast (bench)."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from cula.gdn.cli import bench, check, info
+
+__all__ = ["main"]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="cula-gdn", description="The Gated DeltaNet operator: information, checks, timing."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for module in (info, check, bench):
+        module.add_command(commands)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns its exit status: 0 good, 1 a check failed, 2 wrong usage."""
+    options = _parser().parse_args(arguments)
+    return int(options.run(options))
