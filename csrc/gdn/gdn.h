@@ -138,6 +138,9 @@ struct ForwardTensors {
   DLTensor* o = nullptr;                    // [B, T, HV, V] x
   DLTensor* final_state = nullptr;          // [N, HV, K, V] float32 (float64 for float64 problems); optional
   const SavedTensors* saved = nullptr;      // absent: inference
+  // Packed sequences on a GPU: [N + 1] int32 or int64 on the device, the values of Problem::sequence_offsets. Kernels
+  // read their bounds from it, so that a captured graph follows new values with the same totals. Unused on the CPU.
+  const DLTensor* cu_seqlens = nullptr;
 };
 
 struct BackwardTensors {
@@ -162,6 +165,7 @@ struct BackwardTensors {
   DLTensor* dA_log = nullptr;    // like A_log
   DLTensor* ddt_bias = nullptr;  // like dt_bias
   DLTensor* dh0 = nullptr;       // like initial_state
+  const DLTensor* cu_seqlens = nullptr;  // as in forward
 };
 
 // A CUDA stream (cudaStream_t); unused by the CPU backend.

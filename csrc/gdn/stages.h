@@ -8,6 +8,8 @@
 //
 // A gate of -inf (hard reset) leaves -inf in the running sum at its own row only, and the sum restarts behind it. Every
 // stage that reads gamma gives such a row, and all pairs of rows that it parts, a factor of exactly 0.
+//
+// cu_seqlens is ForwardTensors::cu_seqlens: required for packed sequences on a GPU, unused on the CPU.
 #pragma once
 
 #include "gdn/gdn.h"
@@ -56,6 +58,7 @@ struct LocalCumsum {
   double scale = 1.0;  // 1 / ln 2 turns natural-log gates into gamma
   bool reverse = false;
   DLTensor* out;  // [B, T, HV] stat
+  const DLTensor* cu_seqlens = nullptr;
 };
 void chunk_local_cumsum(const Plan& plan, const LocalCumsum& t, Stream stream = nullptr);
 
@@ -75,6 +78,7 @@ struct GateCumsum {
   const DLTensor* dt_bias;
   double scale = 1.0;
   DLTensor* out;
+  const DLTensor* cu_seqlens = nullptr;
 };
 void gdn_gate_chunk_cumsum(const Plan& plan, const GateCumsum& t, Stream stream = nullptr);
 
@@ -98,6 +102,7 @@ struct ScaledDotKkt {
   const DLTensor* g;     // [B, T, HV] gamma, stat; optional
   const DLTensor* beta;  // [B, T, HV] float type
   DLTensor* L;           // [B, T, HV, C] stat, rows; columns past the chunk and on or above the diagonal are 0
+  const DLTensor* cu_seqlens = nullptr;
 };
 void chunk_scaled_dot_kkt_fwd(const Plan& plan, const ScaledDotKkt& t, Stream stream = nullptr);
 
@@ -105,6 +110,7 @@ void chunk_scaled_dot_kkt_fwd(const Plan& plan, const ScaledDotKkt& t, Stream st
 struct SolveTril {
   const DLTensor* L;  // [B, T, HV, C] float type
   DLTensor* A;        // [B, T, HV, C] float type; exact unit diagonal, zeros above it and past the chunk
+  const DLTensor* cu_seqlens = nullptr;
 };
 void solve_tril(const Plan& plan, const SolveTril& t, Stream stream = nullptr);
 
@@ -117,6 +123,7 @@ struct Intra {
   DLTensor* w;
   DLTensor* u;
   DLTensor* A;
+  const DLTensor* cu_seqlens = nullptr;
 };
 void chunk_gated_delta_rule_fwd_intra(const Plan& plan, const Intra& t, Stream stream = nullptr);
 
@@ -129,6 +136,7 @@ struct RecomputeWU {
   const DLTensor* g;     // gamma; optional
   DLTensor* w;           // [B, T, HV, K] x
   DLTensor* u;           // [B, T, HV, V] x
+  const DLTensor* cu_seqlens = nullptr;
 };
 void recompute_w_u_fwd(const Plan& plan, const RecomputeWU& t, Stream stream = nullptr);
 
@@ -142,6 +150,7 @@ struct StateForward {
   DLTensor* h;                    // [B, NT, HV, K, V] x, the state at the start of each chunk
   DLTensor* v_new;                // [B, T, HV, V] x; optional
   DLTensor* final_state;          // [N, HV, K, V] stat; optional
+  const DLTensor* cu_seqlens = nullptr;
 };
 void chunk_gated_delta_rule_fwd_h(const Plan& plan, const StateForward& t, Stream stream = nullptr);
 
@@ -153,6 +162,7 @@ struct OutputForward {
   const DLTensor* h;  // [B, NT, HV, K, V] x
   const DLTensor* g;  // gamma; optional
   DLTensor* o;        // [B, T, HV, V] x
+  const DLTensor* cu_seqlens = nullptr;
 };
 void chunk_fwd_o(const Plan& plan, const OutputForward& t, Stream stream = nullptr);
 
@@ -165,6 +175,7 @@ struct LocalValueGradient {
   const DLTensor* g;            // gamma; optional
   const DLTensor* grad_output;  // do [B, T, HV, V]
   DLTensor* dv;                 // [B, T, HV, V] like do
+  const DLTensor* cu_seqlens = nullptr;
 };
 void chunk_bwd_dv_local(const Plan& plan, const LocalValueGradient& t, Stream stream = nullptr);
 
@@ -181,6 +192,7 @@ struct StateBackward {
   DLTensor* dh;        // [B, NT, HV, K, V] x, gradient of the state at the end of each chunk
   DLTensor* dh0;       // [N, HV, K, V] stat; optional
   DLTensor* dv2;       // like dv; may be the same memory
+  const DLTensor* cu_seqlens = nullptr;
 };
 void chunk_gated_delta_rule_bwd_dhu(const Plan& plan, const StateBackward& t, Stream stream = nullptr);
 
@@ -199,6 +211,7 @@ struct OperandGradients {
   DLTensor* dk;  // [B, T, H, K] x
   DLTensor* dw;  // [B, T, HV, K] x
   DLTensor* dg;  // [B, T, HV] stat, by gamma in natural-log units, before the reverse running sum
+  const DLTensor* cu_seqlens = nullptr;
 };
 void chunk_bwd_dqkwg(const Plan& plan, const OperandGradients& t, Stream stream = nullptr);
 
@@ -215,6 +228,7 @@ struct WyBackward {
   DLTensor* dv;        // [B, T, HV, V] x
   DLTensor* db;        // [B, T, HV] float type
   DLTensor* dg;        // [B, T, HV] stat
+  const DLTensor* cu_seqlens = nullptr;
 };
 void prepare_wy_repr_bwd(const Plan& plan, const WyBackward& t, Stream stream = nullptr);
 
