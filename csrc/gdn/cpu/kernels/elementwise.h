@@ -1,0 +1,75 @@
+// Row-wise operations on whole tensors.
+#pragma once
+
+#include "common/host/thread_pool.h"
+#include "gdn/cpu/kernels/operands.h"
+
+namespace cula::gdn::cpu::CULA_ISA {
+
+inline constexpr int64_t kRowsPerUnit = 256;
+
+// Calls body(index) for each index in [0, count), in parallel by blocks of them.
+template <class Body>
+void parallel_blocks(int64_t count, int num_threads, Body&& body) {
+  parallel_for((count + kRowsPerUnit - 1) / kRowsPerUnit, num_threads, [&](int64_t unit, int) {
+    const int64_t end = std::min(count, (unit + 1) * kRowsPerUnit);
+    for (int64_t index = unit * kRowsPerUnit; index < end; ++index) body(index);
+  });
+}
+
+// Element offset of the index-th position over the first `dims` dimensions, in row-major order.
+inline int64_t offset_of(const TensorView& x, int64_t index, int dims) {
+  int64_t offset = 0;
+  for (int i = dims - 1; i >= 0; --i) {
+    offset += index % x.shape[i] * x.stride[i];
+    index /= x.shape[i];
+  }
+  return offset;
+}
+
+// The index-th row over all but the last dimension, as a 1 x D matrix.
+inline MatrixView row_at(const TensorView& x, int64_t index) {
+  return {element(x, offset_of(x, index, x.ndim - 1)), x.dtype, 0, x.stride[x.ndim - 1]};
+}
+
+template <class T>
+T load_scalar(const TensorView& x, int64_t index) {
+  T value;
+  load_column(MatrixView{element(x, offset_of(x, index, x.ndim)), x.dtype, 0, 0}, 1, &value);
+  return value;
+}
+
+template <class T>
+void store_scalar(const TensorView& x, int64_t index, T value) {
+  store_column(&value, 1, MatrixView{element(x, offset_of(x, index, x.ndim)), x.dtype, 0, 0});
+}
+
+// Rows up to this many columns are held on the stack; longer ones go in pieces.
+inline constexpr int64_t kPiece = 256;
+
+// y = x rstd, rstd = 1 / sqrt(sum x^2 + kL2NormEpsilon), over rows.
+template <class T>
+void normalize_rows(const TensorView& x, const TensorView& y, const TensorView& rstd, int num_threads) {
+  const int64_t columns = x.shape[x.ndim - 1];
+  parallel_blocks(columns == 0 ? 0 : x.numel() / columns, num_threads, [&](int64_t index) {
+    alignas(64) T piece[kPiece + kColumnPadding];
+    const Tile<T> tile = {piece, kPiece};
+    const MatrixView from = row_at(x, index), to = row_at(y, index);
+    T sum = T(0);
+    for (int64_t j = 0; j < columns; j += kPiece) {
+      const int64_t width = std::min(kPiece, columns - j);
+      load_tile(from.columns_from(j), 1, width, tile);
+      sum += dot_row(piece, piece, width);
+    }
+    const T factor = T(1) / std::sqrt(sum + T(kL2NormEpsilon));
+    for (int64_t j = 0; j < columns; j += kPiece) {
+      const int64_t width = std::min(kPiece, columns - j);
+      load_tile(from.columns_from(j), 1, width, tile);
+      for (int64_t i = 0; i < width; ++i) piece[i] *= factor;
+      store_tile(tile, 1, width, to.columns_from(j));
+    }
+    store_scalar(rstd, index, factor);
+  });
+}
+
+}  // namespace cula::gdn::cpu::CULA_ISA

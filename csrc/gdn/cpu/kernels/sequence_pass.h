@@ -1,0 +1,109 @@
+// What the sequential passes share: a unit of work, its inputs and its scratch.
+#pragma once
+
+#include "gdn/cpu/kernels/elementwise.h"
+#include "gdn/cpu/kernels/prepare.h"
+
+namespace cula::gdn::cpu::CULA_ISA {
+
+// q and k after normalisation, everything else as the operator gets it.
+struct SequenceInputs {
+  TensorView q, k, v, g, beta, A_log, dt_bias, initial_state, A;
+};
+
+template <class T>
+void load_gate(const SequenceInputs& in, const Problem& problem, const ChunkRange& chunk, int64_t head,
+               ChunkGate<T>& gate) {
+  GateParameters parameters;
+  if (problem.use_gate) parameters = gate_parameters(in.A_log, in.dt_bias, head);
+  double gates[kMaxChunk];
+  load_log_gates(rows_of(in.g, problem, chunk.begin, head), problem.use_gate ? &parameters : nullptr, chunk.length,
+                 gates);
+  gate.from_log_gates(gates, chunk.length);
+}
+
+// Unit of a sequential pass: some columns of the state of one value head in one sequence.
+struct SequenceBlock {
+  int64_t sequence, head, first_column, columns;
+
+  SequenceBlock(const Plan& plan, int64_t unit) {
+    const Problem& p = plan.problem();
+    const int64_t blocks = (p.value_dim + plan.value_block() - 1) / plan.value_block();
+    first_column = unit % blocks * plan.value_block();
+    columns = std::min(plan.value_block(), p.value_dim - first_column);
+    head = unit / blocks % p.value_heads;
+    sequence = unit / blocks / p.value_heads;
+  }
+};
+
+// Scratch of one thread.
+template <class Policy>
+struct SequenceScratch {
+  using T = typename Policy::Scalar;
+  Worker<Policy> worker;
+  ChunkGate<T> gate;
+  Tile<T> S, Q, K, K_transposed, V, V_new, A, P;
+  T* beta;
+
+  SequenceScratch(Arena& arena, const Problem& p, int64_t value_block)
+      : worker(arena, p.chunk_size, p.key_dim, value_block),
+        gate(arena, p.chunk_size),
+        S(take_tile<T>(arena, p.key_dim, value_block)),
+        Q(take_tile<T>(arena, p.chunk_size, p.key_dim)),
+        K(take_tile<T>(arena, p.chunk_size, p.key_dim)),
+        K_transposed(take_tile<T>(arena, p.key_dim, p.chunk_size)),
+        V(take_tile<T>(arena, p.chunk_size, value_block)),
+        V_new(take_tile<T>(arena, p.chunk_size, value_block)),
+        A(take_tile<T>(arena, p.chunk_size, p.chunk_size)),
+        P(take_tile<T>(arena, p.chunk_size, p.chunk_size)),
+        beta(arena.take<T>(p.chunk_size)) {}
+};
+
+// With the tiles of the reverse pass, and of the stages that read w.
+template <class Policy>
+struct AdjointScratch : SequenceScratch<Policy> {
+  using T = typename Policy::Scalar;
+  Tile<T> dW;  // [C, block], gradient of R
+  Tile<T> W;   // [C, K]
+
+  AdjointScratch(Arena& arena, const Problem& p, int64_t value_block)
+      : SequenceScratch<Policy>(arena, p, value_block),
+        dW(take_tile<T>(arena, p.chunk_size, value_block)),
+        W(take_tile<T>(arena, p.chunk_size, p.key_dim)) {}
+};
+
+template <class T>
+void load_initial_state(const SequenceInputs& in, const Problem& problem, const SequenceBlock& block, Tile<T> S) {
+  if (!in.initial_state) return fill_zero(S, problem.key_dim, block.columns);
+  load_tile(state_of(in.initial_state, problem, block.sequence, block.head).columns_from(block.first_column),
+            problem.key_dim, block.columns, S);
+}
+
+// Gate, beta, K, K^T, V and A of a chunk; Q too unless `q` is absent.
+template <class Scratch>
+void load_sequence_chunk(const SequenceInputs& in, const Problem& problem, const ChunkRange& chunk,
+                         const SequenceBlock& block, Scratch& s) {
+  const int64_t key_head = block.head / (problem.value_heads / problem.heads);
+  load_gate(in, problem, chunk, block.head, s.gate);
+  load_beta(rows_of(in.beta, problem, chunk.begin, block.head), problem, chunk.length, s.beta);
+  load_tile(rows_of(in.k, problem, chunk.begin, key_head), chunk.length, problem.key_dim, s.K);
+  load_tile(rows_of(in.v, problem, chunk.begin, block.head).columns_from(block.first_column), chunk.length,
+            block.columns, s.V);
+  load_tile(rows_of(in.A, problem, chunk.begin, block.head), chunk.length, chunk.length, s.A);
+  if (in.q) {
+    transpose(s.K, chunk.length, problem.key_dim, s.K_transposed);
+    load_tile(rows_of(in.q, problem, chunk.begin, key_head), chunk.length, problem.key_dim, s.Q);
+  }
+}
+
+// Calls body(chunk, global index) for the chunks of a sequence, in order or in reverse.
+template <class Body>
+void for_each_chunk(const Plan& plan, int64_t sequence, Body&& body, bool reverse = false) {
+  const SequenceRange& range = plan.sequences()[sequence];
+  for (int64_t i = 0; i < range.num_chunks; ++i) {
+    const int64_t index = range.first_chunk + (reverse ? range.num_chunks - 1 - i : i);
+    body(plan.chunks()[index], index);
+  }
+}
+
+}  // namespace cula::gdn::cpu::CULA_ISA
