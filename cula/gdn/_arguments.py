@@ -1,0 +1,67 @@
+"""What the public functions do with their arguments before the operator sees them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def resolve_state_layout(function: str, state_v_first: bool, kwargs: dict[str, Any]) -> bool:
+    """Honours the deprecated spellings in `kwargs` and refuses the rest; returns `state_v_first`."""
+    if "transpose_state_layout" in kwargs:
+        if state_v_first:
+            raise ValueError(
+                "transpose_state_layout: the deprecated name of state_v_first can not be given together with it"
+            )
+        warnings.warn(
+            "transpose_state_layout is deprecated; its name is now state_v_first", DeprecationWarning, stacklevel=3
+        )
+        state_v_first = kwargs.pop("transpose_state_layout")
+    if "head_first" in kwargs:
+        raise DeprecationWarning("head_first: removed; tensors are [B, T, H, ...] with the tokens first")
+    if kwargs:
+        raise TypeError(f"{function}() got an unexpected keyword argument '{next(iter(kwargs))}'")
+    return state_v_first
+
+
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, use_gate_in_kernel: bool) -> None:
+    """What must hold before outputs can be allocated, and what only Python can see; C++ checks the rest."""
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("beta", beta)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    if q.dim() != 4:
+        raise ValueError(f"q: expected shape [B, T, H, K], got {list(q.shape)}")
+    if v.dim() != 4:
+        raise ValueError(f"v: expected shape [B, T, HV, V], got {list(v.shape)}")
+    if g is None and use_gate_in_kernel:
+        raise ValueError("g: expected the raw gate with use_gate_in_kernel=True, got None")
+
+
+def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v in autocast's dtype where autocast is on; as torch's own rule has it, float64 is left alone."""
+    device_type = q.device.type
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device_type)
+    cast = [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v)]
+    return cast[0], cast[1], cast[2]
+
+
+def zero_gate(v: Tensor) -> Tensor:
+    """No decay: [B, T, HV] zeros that take no memory."""
+    return v.new_zeros((), dtype=torch.float32).expand(v.shape[:3])
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of states and row statistics: float32, float64 for float64 inputs."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def state_shape(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, state_v_first: bool) -> tuple[int, ...]:
+    """[N, HV, K, V], or [N, HV, V, K] with state_v_first."""
+    sequences = q.shape[0] if cu_seqlens is None else max(cu_seqlens.numel() - 1, 0)
+    inner = (v.shape[3], q.shape[3]) if state_v_first else (q.shape[3], v.shape[3])
+    return (sequences, v.shape[2], *inner)
