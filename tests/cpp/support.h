@@ -108,7 +108,7 @@ double relative_error(const Tensor& actual, const Tensor& expected);
 bool all_finite(const Tensor& x);
 
 // Passes if ||actual - expected|| <= tolerance (||expected|| + floor sqrt(numel)). The floor is for gradients that are
-// zero in exact arithmetic, where relative error has no meaning.
+// zero, or nearly so, in exact arithmetic, where relative error has no meaning.
 testing::AssertionResult close(const Tensor& actual, const Tensor& expected, double tolerance, double floor = 1e-2);
 testing::AssertionResult same_bits(const Tensor& actual, const Tensor& expected);
 
