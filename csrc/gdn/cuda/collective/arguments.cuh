@@ -1,0 +1,134 @@
+// What kernels are told of tensors and sequences.
+#pragma once
+
+#include "common/device/numeric.cuh"
+#include "common/device/warp.cuh"
+
+namespace cula::gdn::cuda {
+
+using namespace cula::device;
+
+inline constexpr int kRows = 64;  // rows of a tile; a chunk fills the first C of them at most
+
+// A tensor with strides in elements. Token tensors are [batch, token, head, dim]; states [sequence, head, key, value];
+// states of chunks [batch, chunk, head, key, value].
+struct TensorArg {
+  void* data = nullptr;
+  int64_t stride[5] = {};
+  DType dtype = DType::kFloat32;
+  int vector_bytes = 0;  // what every row of the last dimension is aligned to and a multiple of: 16, 4, or 0
+
+  __host__ __device__ explicit operator bool() const { return data != nullptr; }
+  __device__ int64_t offset(int64_t batch, int64_t token, int64_t head) const {
+    return batch * stride[0] + token * stride[1] + head * stride[2];
+  }
+  __device__ float load(int64_t index) const { return load_float(data, dtype, index); }
+  __device__ void store(int64_t index, float value) const { store_float(data, dtype, index, value); }
+};
+
+// Any tensor, seen as rows of its last dimension.
+struct RowsArg {
+  void* data = nullptr;
+  DType dtype = DType::kFloat32;
+  int dims = 0;                        // without the last
+  int64_t shape[kMaxDims] = {};
+  int64_t stride[kMaxDims] = {};
+  int64_t last_stride = 1;
+
+  __device__ int64_t offset(int64_t row) const {
+    int64_t at = 0;
+    for (int d = dims - 1; d >= 0; --d) {
+      const int64_t rest = row / shape[d];
+      at += (row - rest * shape[d]) * stride[d];
+      row = rest;
+    }
+    return at;
+  }
+};
+
+// Where the sequences lie. Chunks are numbered by slots that need no prefix sum over the sequences: chunk i of packed
+// sequence n, which starts at token s, is slot floor(s / C) + n + i. Slots never meet, and some stay empty.
+struct SequenceTable {
+  const void* offsets = nullptr;  // [N + 1], on the device; null: rows of `tokens` tokens
+  bool wide = false;              // int64 offsets
+  int chunk_size = 64;
+  int64_t num_sequences = 0;
+  int64_t tokens = 0;  // in a row of the batch
+  int64_t slots_per_row = 0;
+
+  __host__ __device__ int64_t num_slots() const {
+    return offsets ? tokens / chunk_size + num_sequences : num_sequences * slots_per_row;
+  }
+  // Clamped, so that wrong values on the device can not lead outside the tensors.
+  __device__ int64_t boundary(int64_t n) const {
+    const int64_t x = wide ? static_cast<const int64_t*>(offsets)[n] : static_cast<const int32_t*>(offsets)[n];
+    return x < 0 ? 0 : (x > tokens ? tokens : x);
+  }
+};
+
+struct Sequence {
+  int64_t batch;
+  int64_t begin;   // first token, in its row of the batch
+  int64_t length;  // tokens
+  int64_t first_slot;
+};
+
+struct Chunk {
+  int64_t sequence;
+  int64_t batch;
+  int64_t index;  // inside the sequence
+  int64_t token;  // first, in its row of the batch
+  int length;
+};
+
+__device__ __forceinline__ Sequence find_sequence(const SequenceTable& table, int64_t n) {
+  if (table.offsets == nullptr) return {n, 0, table.tokens, n * table.slots_per_row};
+  const int64_t begin = table.boundary(n);
+  const int64_t end = table.boundary(n + 1);
+  return {0, begin, end > begin ? end - begin : 0, begin / table.chunk_size + n};
+}
+
+// Finds the chunk of a slot; false if the slot is empty. All lanes of the warp must call.
+__device__ __forceinline__ bool find_chunk(const SequenceTable& table, int64_t slot, Chunk& chunk) {
+  if (table.offsets == nullptr) {
+    chunk.sequence = chunk.batch = slot / table.slots_per_row;
+    chunk.index = slot - chunk.batch * table.slots_per_row;
+    chunk.token = chunk.index * table.chunk_size;
+    const int64_t left = table.tokens - chunk.token;
+    chunk.length = static_cast<int>(left < table.chunk_size ? left : table.chunk_size);
+    return true;
+  }
+  // The last sequence whose first slot is at or before this one: 32 probes a round.
+  int64_t low = 0;
+  int64_t count = table.num_sequences;
+  while (count > 1) {
+    const int64_t step = (count + 31) / 32;
+    const int64_t probe = lane_id() * step;
+    const bool reached =
+        probe < count && table.boundary(low + probe) / table.chunk_size + low + probe <= slot;
+    const int last = 31 - __clz(static_cast<int>(ballot(reached) | 1u));
+    low += last * step;
+    count = count - last * step < step ? count - last * step : step;
+  }
+  const Sequence sequence = find_sequence(table, low);
+  chunk.sequence = low;
+  chunk.batch = 0;
+  chunk.index = slot - sequence.first_slot;
+  const int64_t done = chunk.index * table.chunk_size;
+  if (chunk.index < 0 || done >= sequence.length) return false;
+  chunk.token = sequence.begin + done;
+  chunk.length = static_cast<int>(sequence.length - done < table.chunk_size ? sequence.length - done : table.chunk_size);
+  return true;
+}
+
+// Position of a chunk in tensors that hold the chunks of all sequences one behind the other. All lanes must call.
+__device__ __forceinline__ int64_t dense_chunk_index(const SequenceTable& table, int64_t sequence, int64_t index) {
+  if (table.offsets == nullptr) return index;
+  int64_t before = 0;
+  for (int64_t m = lane_id(); m < sequence; m += 32) {
+    before += (find_sequence(table, m).length + table.chunk_size - 1) / table.chunk_size;
+  }
+  return warp_sum(before) + index;
+}
+
+}  // namespace cula::gdn::cuda

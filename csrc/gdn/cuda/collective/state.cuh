@@ -1,0 +1,203 @@
+// The recurrent state in registers, transposed: a warp holds 16 value rows of S^T and kKeys of its key columns. Nothing
+// of a chunk contracts over V, so warps share loaded tiles only. With the keys split over two warps, products with
+// the state are sums of two halves, which the pair exchanges through shared memory.
+#pragma once
+
+#include "gdn/cuda/collective/fragment.cuh"
+
+namespace cula::gdn::cuda {
+
+template <int kKeys>
+using StateRows = float[kKeys / 8][4];
+using TokenColumns = float[kRows / 8][4];  // 16 value rows x 64 tokens
+
+// Which part of the state a warp holds.
+struct StatePart {
+  int64_t sequence;
+  int64_t head;
+  int key;    // first column
+  int value;  // first row
+  int key_dim;
+  int value_dim;
+};
+
+template <int kKeys>
+__device__ __forceinline__ void load_state(float (&s)[kKeys / 8][4], const TensorArg& x, const StatePart& part) {
+#pragma unroll
+  for (int i = 0; i < kKeys / 8; ++i) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int key = part.key + fragment_column(i, j);
+      const int value = part.value + fragment_row(j);
+      const bool valid = x && key < part.key_dim && value < part.value_dim;
+      s[i][j] = valid ? x.load(part.sequence * x.stride[0] + part.head * x.stride[1] + key * x.stride[2] +
+                               value * x.stride[3])
+                      : 0.0f;
+    }
+  }
+}
+
+template <int kKeys>
+__device__ __forceinline__ void store_state(const float (&s)[kKeys / 8][4], const TensorArg& x, int64_t offset,
+                                            int64_t key_stride, int64_t value_stride, const StatePart& part) {
+#pragma unroll
+  for (int i = 0; i < kKeys / 8; ++i) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int key = part.key + fragment_column(i, j);
+      const int value = part.value + fragment_row(j);
+      if (key < part.key_dim && value < part.value_dim) {
+        x.store(offset + key * key_stride + value * value_stride, s[i][j]);
+      }
+    }
+  }
+}
+
+// The state as an operand of other kernels: rounded to T, in blocks of 8 values x 8 keys, so that a warp's stores are
+// contiguous. kKeyDim and the value rows are padded; what lies past the real dimensions is zero.
+template <class T, int kKeyDim, int kKeys>
+__device__ __forceinline__ void store_state_blocks(const float (&s)[kKeys / 8][4], T* blocks, const StatePart& part) {
+#pragma unroll
+  for (int i = 0; i < kKeys / 8; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      T* p = blocks + ((part.value / 8 + half) * (kKeyDim / 8) + part.key / 8 + i) * 64 + 2 * lane_id();
+      if constexpr (sizeof(T) == 2) {
+        *reinterpret_cast<uint32_t*>(p) = pack2<T>(s[i][2 * half], s[i][2 * half + 1]);
+      } else {
+        *reinterpret_cast<float2*>(p) = make_float2(s[i][2 * half], s[i][2 * half + 1]);
+      }
+    }
+  }
+}
+
+// c += S^T x^T: columns are the rows of the tile x [64][K].
+template <class T, int kTilePitch, int kKeys>
+__device__ __forceinline__ void multiply_state(TokenColumns& c, const float (&s)[kKeys / 8][4], const T* x, int key) {
+#pragma unroll
+  for (int k = 0; k < kKeys; k += 16) {
+    const FragmentA<T> a = to_a<T>(s[k / 8], s[k / 8 + 1]);
+#pragma unroll
+    for (int n = 0; n < 8; n += 2) mma(c[n], c[n + 1], a, load_b<kTilePitch>(x, 8 * n, key + k));
+  }
+}
+
+// S^T += w x: w holds the tokens' columns, x [64][K] their rows.
+template <class T, int kTilePitch, int kKeys>
+__device__ __forceinline__ void update_state(float (&s)[kKeys / 8][4], const TokenColumns& w, const T* x, int key) {
+#pragma unroll
+  for (int k = 0; k < kRows; k += 16) {
+    const FragmentA<T> a = to_a<T>(w[k / 8], w[k / 8 + 1]);
+#pragma unroll
+    for (int n = 0; n < kKeys; n += 16) {
+      mma(s[n / 8], s[n / 8 + 1], a, load_b_transposed<kTilePitch>(x, key + n, k));
+    }
+  }
+}
+
+// c += w m^T for a lower triangular m [64][64]: c_i gathers columns j <= i.
+template <class T>
+__device__ __forceinline__ void multiply_lower(TokenColumns& c, const TokenColumns& w, const T* m) {
+#pragma unroll
+  for (int k = 0; k < kRows; k += 16) {
+    const FragmentA<T> a = to_a<T>(w[k / 8], w[k / 8 + 1]);
+#pragma unroll
+    for (int n = k; n < kRows; n += 16) mma(c[n / 8], c[n / 8 + 1], a, load_b<kPitch<kRows>>(m, n, k));
+  }
+}
+
+// c += w m for a lower triangular m [64][64]: c_j gathers columns i >= j.
+template <class T>
+__device__ __forceinline__ void multiply_lower_transposed(TokenColumns& c, const TokenColumns& w, const T* m) {
+#pragma unroll
+  for (int k = 0; k < kRows; k += 16) {
+    const FragmentA<T> a = to_a<T>(w[k / 8], w[k / 8 + 1]);
+#pragma unroll
+    for (int n = 0; n <= k; n += 16) mma(c[n / 8], c[n / 8 + 1], a, load_b_transposed<kPitch<kRows>>(m, n, k));
+  }
+}
+
+// Columns of 16 values out of a tile of tokens.
+template <class T>
+__device__ __forceinline__ void load_columns(TokenColumns& c, const T* tile, int value) {
+#pragma unroll
+  for (int n = 0; n < 8; n += 2) {
+    from_a<T>(load_a_transposed<kPitch<kRows>>(tile, value, 8 * n), c[n], c[n + 1]);
+  }
+}
+
+// Multiplies each token's column by its entry of `factors` [64].
+__device__ __forceinline__ void scale_columns(TokenColumns& c, const float* factors) {
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+    const float2 f = *reinterpret_cast<const float2*>(factors + 8 * n + 2 * (lane_id() & 3));
+    c[n][0] *= f.x;
+    c[n][1] *= f.y;
+    c[n][2] *= f.x;
+    c[n][3] *= f.y;
+  }
+}
+
+template <int kTiles>
+__device__ __forceinline__ void scale(float (&c)[kTiles][4], float factor) {
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) c[i][j] *= factor;
+  }
+}
+
+// Stores columns (8 kTiles tokens from w.token on, 16 values from w.column on) to a token tensor.
+template <class T, int kTiles>
+__device__ __forceinline__ void store_columns(const float (&c)[kTiles][4], const TensorArg& x, const Window& w) {
+  const int64_t base = x.offset(w.batch, w.token, w.head) + w.column * x.stride[3];
+  const int lane = lane_id();
+  if constexpr (sizeof(T) == 2) {
+    if (x.vector_bytes != 0) {
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+        const int row = 8 * i + (lane >> 2);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const uint32_t bits = movmatrix_trans(pack2<T>(c[i][2 * half], c[i][2 * half + 1]));
+          const int column = 8 * half + 2 * (lane & 3);
+          if (row < w.rows && column < w.columns) {
+            *reinterpret_cast<uint32_t*>(static_cast<T*>(x.data) + base + row * x.stride[1] + column) = bits;
+          }
+        }
+      }
+      return;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int row = fragment_column(i, j);
+      const int column = fragment_row(j);
+      if (row < w.rows && column < w.columns) x.store(base + row * x.stride[1] + column * x.stride[3], c[i][j]);
+    }
+  }
+}
+
+// Adds the partial sums of a pair of warps; both get the same bits. `buffer`: 2 x 32 x 8 kTiles ... floats of the pair.
+template <int kTiles>
+__device__ __forceinline__ void write_partial(float* buffer, const float (&c)[kTiles][4]) {
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+    *reinterpret_cast<float4*>(buffer + (i * 32 + lane_id()) * 4) = make_float4(c[i][0], c[i][1], c[i][2], c[i][3]);
+  }
+}
+template <int kTiles>
+__device__ __forceinline__ void add_partial(float (&c)[kTiles][4], const float* buffer) {
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+    const float4 other = *reinterpret_cast<const float4*>(buffer + (i * 32 + lane_id()) * 4);
+    c[i][0] += other.x;
+    c[i][1] += other.y;
+    c[i][2] += other.z;
+    c[i][3] += other.w;
+  }
+}
+
+}  // namespace cula::gdn::cuda

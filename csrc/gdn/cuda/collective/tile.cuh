@@ -1,0 +1,90 @@
+// Tiles of 64 rows in shared memory: loads from and stores to token tensors.
+#pragma once
+
+#include "common/device/cp_async.cuh"
+#include "gdn/cuda/collective/arguments.cuh"
+
+namespace cula::gdn::cuda {
+
+// Eight elements of padding a row: fragment loads of 16-bit tiles meet no bank twice.
+template <int kCols>
+inline constexpr int kPitch = kCols + 8;
+
+template <class T, int kCols, int kTileRows = kRows>
+struct Tile {
+  T data[kTileRows * kPitch<kCols>];
+};
+
+// Which rows and columns of a token tensor a tile shows. Rows and columns beyond the valid ones are zero in the tile
+// and are not stored.
+struct Window {
+  int64_t batch;
+  int64_t token;
+  int rows;  // valid
+  int64_t head;
+  int64_t column = 0;  // first
+  int columns;         // valid, from `column` on
+};
+
+template <class T, int kCols, int kVectorBytes>
+__device__ __forceinline__ void load_tile_async(T* tile, const TensorArg& x, const Window& w) {
+  constexpr int kElements = kVectorBytes / static_cast<int>(sizeof(T));
+  constexpr int kPerRow = kCols / kElements;
+  const T* base = static_cast<const T*>(x.data) + x.offset(w.batch, w.token, w.head) + w.column;
+  for (int i = static_cast<int>(threadIdx.x); i < kRows * kPerRow; i += static_cast<int>(blockDim.x)) {
+    const int row = i / kPerRow;
+    const int column = (i - row * kPerRow) * kElements;
+    const bool valid = row < w.rows && column < w.columns;
+    // A masked copy still needs an address inside the tensor.
+    const T* source = valid ? base + row * x.stride[1] + column : static_cast<const T*>(x.data);
+    cp_async<kVectorBytes>(tile + row * kPitch<kCols> + column, source, valid);
+  }
+}
+
+// By all threads of the block. Visible after cp_async_commit, cp_async_wait and a barrier.
+template <class T, int kCols>
+__device__ __forceinline__ void load_tile(T* tile, const TensorArg& x, const Window& w) {
+  if (x.vector_bytes == 16) {
+    load_tile_async<T, kCols, 16>(tile, x, w);
+  } else if (x.vector_bytes == 4) {
+    load_tile_async<T, kCols, 4>(tile, x, w);
+  } else {
+    const int64_t base = x.offset(w.batch, w.token, w.head) + w.column * x.stride[3];
+    for (int i = static_cast<int>(threadIdx.x); i < kRows * kCols; i += static_cast<int>(blockDim.x)) {
+      const int row = i / kCols;
+      const int column = i - row * kCols;
+      const bool valid = row < w.rows && column < w.columns;
+      tile[row * kPitch<kCols> + column] =
+          from_float<T>(valid ? x.load(base + row * x.stride[1] + column * x.stride[3]) : 0.0f);
+    }
+  }
+}
+
+// By all threads of the block, behind a barrier.
+template <class T, int kCols>
+__device__ __forceinline__ void store_tile(const T* tile, const TensorArg& x, const Window& w) {
+  const int64_t base = x.offset(w.batch, w.token, w.head) + w.column * x.stride[3];
+  if (x.vector_bytes == 16) {
+    constexpr int kElements = 16 / static_cast<int>(sizeof(T));
+    constexpr int kPerRow = kCols / kElements;
+    T* target = static_cast<T*>(x.data) + base;
+    for (int i = static_cast<int>(threadIdx.x); i < kRows * kPerRow; i += static_cast<int>(blockDim.x)) {
+      const int row = i / kPerRow;
+      const int column = (i - row * kPerRow) * kElements;
+      if (row < w.rows && column < w.columns) {
+        *reinterpret_cast<uint4*>(target + row * x.stride[1] + column) =
+            *reinterpret_cast<const uint4*>(tile + row * kPitch<kCols> + column);
+      }
+    }
+  } else {
+    for (int i = static_cast<int>(threadIdx.x); i < kRows * kCols; i += static_cast<int>(blockDim.x)) {
+      const int row = i / kCols;
+      const int column = i - row * kCols;
+      if (row < w.rows && column < w.columns) {
+        x.store(base + row * x.stride[1] + column * x.stride[3], to_float(tile[row * kPitch<kCols> + column]));
+      }
+    }
+  }
+}
+
+}  // namespace cula::gdn::cuda

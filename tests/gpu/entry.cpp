@@ -1,0 +1,149 @@
+// A C entry to the whole public interface for run_cuda.py, which knows tensors as DLPack structures and nothing else.
+#include <cstring>
+#include <string>
+
+#include "gdn/backend.h"
+#include "gdn/gdn.h"
+#include "gdn/stages.h"
+
+namespace {
+
+using namespace cula::gdn;
+
+}  // namespace
+
+extern "C" {
+
+struct CulaProblem {
+  int64_t batch, tokens, heads, value_heads, key_dim, value_dim, chunk_size;
+  const int64_t* offsets;  // host, num_offsets of them; null: not packed
+  int64_t num_offsets;
+  double scale;  // 0: default
+  uint8_t dtype_code, dtype_bits;
+  uint8_t l2norm, gate, sigmoid, neg_eigval, v_first;
+};
+
+void* cula_plan(const CulaProblem* p, int device_id, char* error, size_t error_bytes);
+void cula_free_plan(void* plan);
+int64_t cula_workspace(void* plan, int kind);  // 0 forward, 1 forward that saves, 2 backward
+int cula_call(const char* operation, void* plan, DLTensor** t, const double* scalars, void* workspace,
+              int64_t workspace_bytes, void* stream, char* error, size_t error_bytes);
+}
+
+namespace {
+
+template <class F>
+int guarded(char* error, size_t error_bytes, F&& f) {
+  try {
+    f();
+    return 0;
+  } catch (const cula::Error& e) {
+    std::strncpy(error, (e.kind() + ": " + e.what()).c_str(), error_bytes - 1);
+  } catch (const std::exception& e) {
+    std::strncpy(error, e.what(), error_bytes - 1);
+  }
+  return 1;
+}
+
+void call(const std::string& name, const Plan& plan, DLTensor** t, const double* s, Workspace workspace, Stream stream) {
+  if (name == "forward" || name == "recurrent_forward") {
+    const SavedTensors saved = {t[10], t[11], t[12], t[13], t[14]};
+    ForwardTensors f = {t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], t[9], nullptr, t[15]};
+    if (t[14] != nullptr) f.saved = &saved;
+    if (name == "forward") return forward(plan, f, workspace, stream);
+    return recurrent_forward(plan, f, stream);
+  }
+  if (name == "backward") {
+    const SavedTensors saved = {t[10], t[11], t[12], t[13], t[14]};
+    BackwardTensors b = {t[0],  t[1],  t[2],  t[3],  t[4],  t[5],  t[6],  t[7],  &saved, t[8],
+                         t[9],  t[16], t[17], t[18], t[19], t[20], t[21], t[22], t[23],  t[15]};
+    return backward(plan, b, workspace, stream);
+  }
+  if (name == "l2norm_fwd") return stages::l2norm_fwd(plan, {t[0], t[1], t[2]}, stream);
+  if (name == "l2norm_bwd") return stages::l2norm_bwd(plan, {t[0], t[1], t[2], t[3]}, stream);
+  if (name == "fused_beta_sigmoid_fwd") return stages::fused_beta_sigmoid_fwd(plan, {t[0], s[0], t[1]}, stream);
+  if (name == "fused_beta_sigmoid_bwd") return stages::fused_beta_sigmoid_bwd(plan, {t[0], t[1], s[0], t[2]}, stream);
+  if (name == "chunk_local_cumsum") {
+    return stages::chunk_local_cumsum(plan, {t[0], s[0], s[1] != 0, t[1], t[2]}, stream);
+  }
+  if (name == "gdn_gate_fwd") return stages::gdn_gate_fwd(plan, {t[0], t[1], t[2], t[3]}, stream);
+  if (name == "gdn_gate_chunk_cumsum") {
+    return stages::gdn_gate_chunk_cumsum(plan, {t[0], t[1], t[2], s[0], t[3], t[4]}, stream);
+  }
+  if (name == "gdn_gate_bwd") return stages::gdn_gate_bwd(plan, {t[0], t[1], t[2], t[3], t[4], t[5], t[6]}, stream);
+  if (name == "chunk_scaled_dot_kkt_fwd") {
+    return stages::chunk_scaled_dot_kkt_fwd(plan, {t[0], t[1], t[2], t[3], t[4]}, stream);
+  }
+  if (name == "solve_tril") return stages::solve_tril(plan, {t[0], t[1], t[2]}, stream);
+  if (name == "chunk_gated_delta_rule_fwd_intra") {
+    return stages::chunk_gated_delta_rule_fwd_intra(plan, {t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7]}, stream);
+  }
+  if (name == "recompute_w_u_fwd") {
+    return stages::recompute_w_u_fwd(plan, {t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7]}, stream);
+  }
+  if (name == "chunk_gated_delta_rule_fwd_h") {
+    return stages::chunk_gated_delta_rule_fwd_h(plan, {t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8]}, stream);
+  }
+  if (name == "chunk_fwd_o") return stages::chunk_fwd_o(plan, {t[0], t[1], t[2], t[3], t[4], t[5], t[6]}, stream);
+  if (name == "chunk_bwd_dv_local") {
+    return stages::chunk_bwd_dv_local(plan, {t[0], t[1], t[2], t[3], t[4], t[5]}, stream);
+  }
+  if (name == "chunk_gated_delta_rule_bwd_dhu") {
+    return stages::chunk_gated_delta_rule_bwd_dhu(
+        plan, {t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], t[9], t[10]}, stream);
+  }
+  if (name == "chunk_bwd_dqkwg") {
+    return stages::chunk_bwd_dqkwg(
+        plan, {t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], t[9], t[10], t[11], t[12], t[13]}, stream);
+  }
+  if (name == "prepare_wy_repr_bwd") {
+    return stages::prepare_wy_repr_bwd(
+        plan, {t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], t[9], t[10], t[11]}, stream);
+  }
+  throw cula::Error("ValueError", "no operation of this name: " + name);
+}
+
+}  // namespace
+
+extern "C" {
+
+void* cula_plan(const CulaProblem* p, int device_id, char* error, size_t error_bytes) {
+  Plan* result = nullptr;
+  guarded(error, error_bytes, [&] {
+    Problem problem;
+    problem.batch = p->batch;
+    problem.tokens = p->tokens;
+    problem.heads = p->heads;
+    problem.value_heads = p->value_heads;
+    problem.key_dim = p->key_dim;
+    problem.value_dim = p->value_dim;
+    problem.chunk_size = p->chunk_size;
+    if (p->offsets != nullptr) problem.sequence_offsets.emplace(p->offsets, p->offsets + p->num_offsets);
+    if (p->scale != 0) problem.scale = p->scale;
+    problem.dtype = {p->dtype_code, p->dtype_bits, 1};
+    problem.use_qk_l2norm = p->l2norm;
+    problem.use_gate = p->gate;
+    problem.use_beta_sigmoid = p->sigmoid;
+    problem.allow_neg_eigval = p->neg_eigval;
+    problem.state_v_first = p->v_first;
+    problem.backend = Backend::kCuda;
+    problem.device = {kDLCUDA, device_id};
+    result = new Plan(Plan::make(problem));
+  });
+  return result;
+}
+
+void cula_free_plan(void* plan) { delete static_cast<Plan*>(plan); }
+
+int64_t cula_workspace(void* plan, int kind) {
+  const Plan& p = *static_cast<Plan*>(plan);
+  return static_cast<int64_t>(kind == 2 ? p.backward_workspace_bytes() : p.forward_workspace_bytes(kind == 1));
+}
+
+int cula_call(const char* operation, void* plan, DLTensor** t, const double* scalars, void* workspace,
+              int64_t workspace_bytes, void* stream, char* error, size_t error_bytes) {
+  return guarded(error, error_bytes, [&] {
+    call(operation, *static_cast<Plan*>(plan), t, scalars, {workspace, static_cast<size_t>(workspace_bytes)}, stream);
+  });
+}
+}
