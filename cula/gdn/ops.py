@@ -1,10 +1,4 @@
-"""The chunked operator as torch sees it: a differentiable function, two custom operators behind it.
-
-`cula_gdn::chunk_forward` and `cula_gdn::chunk_backward` allocate their results and call the library. Both have fake
-implementations, so that torch.compile and torch.export can trace them, and work for any device that the library has a
-backend for. Saved for backward are the inputs themselves and A, the inverse of I + L by rows; with
-use_qk_l2norm_in_kernel the normalised q and k and their 1 / norm stand in for q and k.
-"""
+"""The chunked operator, as users call it."""
 
 from __future__ import annotations
 
@@ -14,214 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cula.gdn import _arguments, _native
-from cula.gdn.index import native_offsets
+from cula.gdn import _arguments
+from cula.gdn.autograd import forward_operator
 
 __all__ = ["chunk_gated_delta_rule", "chunk_gdn"]
-
-INPUTS_SCHEMA = (
-    "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, "
-    "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu"
-)
-# In the order in which the compiled library takes them.
-OPTIONS_SCHEMA = (
-    "float? scale, int chunk_size, bool use_qk_l2norm, bool use_gate, bool use_beta_sigmoid, bool allow_neg_eigval, "
-    "bool state_v_first, str backend"
-)
-# Inputs that may have a gradient: the first ones.
-NUM_DIFFERENTIABLE = 8
-NUM_FORWARD_ARGUMENTS = 21
-
-library: Any = torch.library.Library("cula_gdn", "DEF")  # type: ignore[no-untyped-call]
-library.define(
-    f"chunk_forward({INPUTS_SCHEMA}, Tensor? chunk_indices, bool output_final_state, bool save_for_backward, "
-    f"{OPTIONS_SCHEMA}) -> (Tensor o, Tensor? final_state, Tensor? A, Tensor? q_normalized, Tensor? k_normalized, "
-    "Tensor? q_rstd, Tensor? k_rstd)"
-)
-# The gradients of the differentiable inputs, each where its entry of `wanted` is set. q and k are absent where their
-# normalised copies stand in for them.
-_SAVED_SCHEMA = INPUTS_SCHEMA.replace("Tensor q, Tensor k", "Tensor? q, Tensor? k")
-library.define(
-    f"chunk_backward(Tensor? grad_o, Tensor? grad_final_state, {_SAVED_SCHEMA}, Tensor A, Tensor? q_normalized, "
-    f"Tensor? k_normalized, Tensor? q_rstd, Tensor? k_rstd, bool[{NUM_DIFFERENTIABLE}] wanted, {OPTIONS_SCHEMA}) -> "
-    "(Tensor? dq, Tensor? dk, Tensor? dv, Tensor? dg, Tensor? dbeta, Tensor? dA_log, Tensor? ddt_bias, Tensor? dh0)"
-)
-
-OptionalTensors = tuple[Tensor | None, ...]
-
-
-# Forward ------------------------------------------------------------------------------------------------------------
-
-
-def _allocate_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_cpu: Tensor | None,
-    chunk_indices: Tensor | None,
-    output_final_state: bool,
-    save_for_backward: bool,
-    scale: float | None,
-    chunk_size: int,
-    use_qk_l2norm: bool,
-    use_gate: bool,
-    use_beta_sigmoid: bool,
-    allow_neg_eigval: bool,
-    state_v_first: bool,
-    backend: str,
-) -> OptionalTensors:
-    o = q.new_empty(v.shape)
-    statistics = _arguments.statistics_dtype(q.dtype)
-    final_state = A = q_normalized = k_normalized = q_rstd = k_rstd = None
-    if output_final_state:
-        final_state = q.new_empty(_arguments.state_shape(q, v, cu_seqlens, state_v_first), dtype=statistics)
-    if save_for_backward:
-        A = q.new_empty((*v.shape[:3], chunk_size))
-        if use_qk_l2norm:
-            q_normalized, k_normalized = q.new_empty(q.shape), k.new_empty(k.shape)
-            q_rstd, k_rstd = (x.new_empty(x.shape[:-1], dtype=statistics) for x in (q, k))
-    return o, final_state, A, q_normalized, k_normalized, q_rstd, k_rstd
-
-
-def _chunk_forward(*arguments: Any) -> OptionalTensors:
-    q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, chunk_indices = arguments[:11]
-    offsets = native_offsets(cu_seqlens, cu_seqlens_cpu, v)
-    if g is None:
-        g = _arguments.zero_gate(v)
-    results = _allocate_forward(*arguments)
-    _native.forward(
-        q, k, v, g, beta, A_log, dt_bias, initial_state, *results, *offsets, chunk_indices,
-        *arguments[13:], _native.num_threads(),
-    )  # fmt: skip
-    return results
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: OptionalTensors) -> None:
-    A, q_normalized, *statistics = output[2:]
-    ctx.set_materialize_grads(False)
-    ctx.saves = A is not None
-    if not ctx.saves:
-        return
-    q, k, *others = inputs[:10]
-    if q_normalized is not None:
-        q = k = None
-    ctx.save_for_backward(q, k, *others, A, q_normalized, *statistics)
-    ctx.mark_non_differentiable(*(x for x in output[2:] if x is not None))
-    ctx.options = inputs[13:]
-
-
-def _backward(ctx: Any, grad_o: Tensor | None, grad_final_state: Tensor | None, *_: Any) -> OptionalTensors:
-    if not ctx.saves:
-        raise RuntimeError("cula_gdn::chunk_forward was called with save_for_backward=False, so it has no gradient")
-    if grad_o is None and grad_final_state is None:
-        return (None,) * NUM_FORWARD_ARGUMENTS
-    wanted = ctx.needs_input_grad[:NUM_DIFFERENTIABLE]
-    gradients = chunk_backward(grad_o, grad_final_state, *ctx.saved_tensors, wanted, *ctx.options)
-    return (*gradients, *(None,) * (NUM_FORWARD_ARGUMENTS - NUM_DIFFERENTIABLE))
-
-
-# Backward -----------------------------------------------------------------------------------------------------------
-
-
-def _allocate_backward(
-    grad_o: Tensor | None,
-    grad_final_state: Tensor | None,
-    q: Tensor | None,
-    k: Tensor | None,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_cpu: Tensor | None,
-    A: Tensor,
-    q_normalized: Tensor | None,
-    k_normalized: Tensor | None,
-    q_rstd: Tensor | None,
-    k_rstd: Tensor | None,
-    wanted: list[bool],
-    *options: Any,
-) -> OptionalTensors:
-    models = (
-        q if q is not None else q_normalized,
-        k if k is not None else k_normalized,
-        v, g, beta, A_log, dt_bias, initial_state,
-    )  # fmt: skip
-    return tuple(
-        x.new_empty(x.shape) if want and x is not None else None for x, want in zip(models, wanted, strict=True)
-    )
-
-
-def _chunk_backward(*arguments: Any) -> OptionalTensors:
-    grad_o, grad_final_state, q, k, v, g, *others = arguments[:10]
-    offsets = native_offsets(arguments[10], arguments[11], v)
-    if g is None:
-        g = _arguments.zero_gate(v)
-    if grad_o is None:
-        grad_o = v.new_zeros(()).expand(v.shape)
-    results = _allocate_backward(*arguments)
-    _native.backward(
-        q, k, v, g, *others, *arguments[12:17], grad_o, grad_final_state, *results, *offsets, None,
-        *arguments[18:], _native.num_threads(),
-    )  # fmt: skip
-    return results
-
-
-def _refuse_double_backward(ctx: Any, *_: Any) -> None:
-    raise RuntimeError(
-        "chunk_gated_delta_rule: gradients of gradients are not implemented; its backward can be differentiated once"
-    )
-
-
-def _refuse_vmap(*_: Any) -> None:
-    raise NotImplementedError(
-        "chunk_gated_delta_rule: torch.vmap is not implemented; give the mapped dimension as the batch dimension B"
-    )
-
-
-# Registration -------------------------------------------------------------------------------------------------------
-
-
-def define(name: str, implementation: Callable[..., Any], allocate: Callable[..., Any]) -> Callable[..., Any]:
-    """Registers an operator of the library for every device, and its fake; returns the operator."""
-    library.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"cula_gdn::{name}", allocate, lib=library)
-    torch.library.register_vmap(f"cula_gdn::{name}", _refuse_vmap, lib=library)
-    return getattr(torch.ops.cula_gdn, name).default  # type: ignore[no-any-return]
-
-
-chunk_forward = define("chunk_forward", _chunk_forward, _allocate_forward)
-chunk_backward = define("chunk_backward", _chunk_backward, _allocate_backward)
-torch.library.register_autograd("cula_gdn::chunk_forward", _backward, setup_context=_setup_context, lib=library)
-torch.library.register_autograd("cula_gdn::chunk_backward", _refuse_double_backward, lib=library)
-
-
-class _ChunkFunction(torch.autograd.Function):
-    """The same gradient as registered with torch.library, at a fifth of the time a call: the eager path."""
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> OptionalTensors:
-        results = chunk_forward(*arguments)
-        _setup_context(ctx, arguments, results)
-        return results  # type: ignore[no-any-return]
-
-    backward = staticmethod(_backward)
-
-
-# Compilers and function transforms (torch.func) see the registered operator itself.
-_is_compiling = torch.compiler.is_compiling
-_transforms_active = torch._C._are_functorch_transforms_active
-
-
-# Public function ----------------------------------------------------------------------------------------------------
 
 # What runs a call with `cp_context`: takes the arguments of chunk_gated_delta_rule by keyword, without those that the
 # context decides, and returns its result. cula.gdn.cp sets it when it is imported.
@@ -332,8 +122,7 @@ def chunk_gated_delta_rule(
 
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     saves = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    run = _ChunkFunction.apply if saves and not _is_compiling() and not _transforms_active() else chunk_forward
-    o, final_state, *_ = run(
+    o, final_state, *_ = forward_operator(saves)(
         *inputs, cu_seqlens, cu_seqlens_cpu, chunk_indices, bool(output_final_state), saves,
         scale, chunk_size, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
         state_v_first, backend or "auto",

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from cula.gdn import _arguments, _native
+from cula.gdn.autograd import INPUTS_SCHEMA, OPTIONS_SCHEMA, OptionalTensors, define, library
 from cula.gdn.index import native_offsets
-from cula.gdn.ops import INPUTS_SCHEMA, OPTIONS_SCHEMA, OptionalTensors, define, library
 
 __all__ = ["fused_recurrent_gated_delta_rule", "fused_recurrent_gdn"]
 

@@ -1,0 +1,242 @@
+"""The chunked operator as torch sees it: two custom operators and the gradient that joins them.
+
+`cula_gdn::chunk_forward` and `cula_gdn::chunk_backward` allocate their results and call the library. Both have fake
+implementations, so that torch.compile and torch.export can trace them, and work for any device that the library has a
+backend for. Saved for backward are the inputs themselves and A, the inverse of I + L by rows; with
+use_qk_l2norm_in_kernel the normalised q and k and their 1 / norm stand in for q and k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cula.gdn import _arguments, _native
+from cula.gdn.index import native_offsets
+
+INPUTS_SCHEMA = (
+    "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, "
+    "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu"
+)
+# In the order in which the compiled library takes them.
+OPTIONS_SCHEMA = (
+    "float? scale, int chunk_size, bool use_qk_l2norm, bool use_gate, bool use_beta_sigmoid, bool allow_neg_eigval, "
+    "bool state_v_first, str backend"
+)
+# Inputs that may have a gradient: the first ones.
+NUM_DIFFERENTIABLE = 8
+NUM_FORWARD_ARGUMENTS = 21
+
+library: Any = torch.library.Library("cula_gdn", "DEF")  # type: ignore[no-untyped-call]
+library.define(
+    f"chunk_forward({INPUTS_SCHEMA}, Tensor? chunk_indices, bool output_final_state, bool save_for_backward, "
+    f"{OPTIONS_SCHEMA}) -> (Tensor o, Tensor? final_state, Tensor? A, Tensor? q_normalized, Tensor? k_normalized, "
+    "Tensor? q_rstd, Tensor? k_rstd)"
+)
+# The gradients of the differentiable inputs, each where its entry of `wanted` is set. q and k are absent where their
+# normalised copies stand in for them.
+_SAVED_SCHEMA = INPUTS_SCHEMA.replace("Tensor q, Tensor k", "Tensor? q, Tensor? k")
+library.define(
+    f"chunk_backward(Tensor? grad_o, Tensor? grad_final_state, {_SAVED_SCHEMA}, Tensor A, Tensor? q_normalized, "
+    f"Tensor? k_normalized, Tensor? q_rstd, Tensor? k_rstd, bool[{NUM_DIFFERENTIABLE}] wanted, {OPTIONS_SCHEMA}) -> "
+    "(Tensor? dq, Tensor? dk, Tensor? dv, Tensor? dg, Tensor? dbeta, Tensor? dA_log, Tensor? ddt_bias, Tensor? dh0)"
+)
+
+OptionalTensors = tuple[Tensor | None, ...]
+
+
+# Forward ------------------------------------------------------------------------------------------------------------
+
+
+def _allocate_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    chunk_indices: Tensor | None,
+    output_final_state: bool,
+    save_for_backward: bool,
+    scale: float | None,
+    chunk_size: int,
+    use_qk_l2norm: bool,
+    use_gate: bool,
+    use_beta_sigmoid: bool,
+    allow_neg_eigval: bool,
+    state_v_first: bool,
+    backend: str,
+) -> OptionalTensors:
+    o = q.new_empty(v.shape)
+    statistics = _arguments.statistics_dtype(q.dtype)
+    final_state = A = q_normalized = k_normalized = q_rstd = k_rstd = None
+    if output_final_state:
+        final_state = q.new_empty(_arguments.state_shape(q, v, cu_seqlens, state_v_first), dtype=statistics)
+    if save_for_backward:
+        A = q.new_empty((*v.shape[:3], chunk_size))
+        if use_qk_l2norm:
+            q_normalized, k_normalized = q.new_empty(q.shape), k.new_empty(k.shape)
+            q_rstd, k_rstd = (x.new_empty(x.shape[:-1], dtype=statistics) for x in (q, k))
+    return o, final_state, A, q_normalized, k_normalized, q_rstd, k_rstd
+
+
+def _chunk_forward(*arguments: Any) -> OptionalTensors:
+    q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, chunk_indices = arguments[:11]
+    offsets = native_offsets(cu_seqlens, cu_seqlens_cpu, v)
+    if g is None:
+        g = _arguments.zero_gate(v)
+    results = _allocate_forward(*arguments)
+    _native.forward(
+        q, k, v, g, beta, A_log, dt_bias, initial_state, *results, *offsets, chunk_indices,
+        *arguments[13:], _native.num_threads(),
+    )  # fmt: skip
+    return results
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: OptionalTensors) -> None:
+    A, q_normalized, *statistics = output[2:]
+    ctx.set_materialize_grads(False)
+    ctx.saves = A is not None
+    if not ctx.saves:
+        return
+    q, k, *others = inputs[:10]
+    if q_normalized is not None:
+        q = k = None
+    ctx.save_for_backward(q, k, *others, A, q_normalized, *statistics)
+    ctx.mark_non_differentiable(*(x for x in output[2:] if x is not None))
+    ctx.options = inputs[13:]
+
+
+def _backward(ctx: Any, *gradients: Any) -> OptionalTensors:
+    grad_o, grad_final_state, *_ = gradients
+    if not ctx.saves:
+        raise RuntimeError("cula_gdn::chunk_forward was called with save_for_backward=False, so it has no gradient")
+    if grad_o is None and grad_final_state is None:
+        return (None,) * NUM_FORWARD_ARGUMENTS
+    wanted = ctx.needs_input_grad[:NUM_DIFFERENTIABLE]
+    results = _gradient_operator()(grad_o, grad_final_state, *ctx.saved_tensors, wanted, *ctx.options)
+    return (*results, *(None,) * (NUM_FORWARD_ARGUMENTS - NUM_DIFFERENTIABLE))
+
+
+# Backward -----------------------------------------------------------------------------------------------------------
+
+
+def _allocate_backward(
+    grad_o: Tensor | None,
+    grad_final_state: Tensor | None,
+    q: Tensor | None,
+    k: Tensor | None,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    A: Tensor,
+    q_normalized: Tensor | None,
+    k_normalized: Tensor | None,
+    q_rstd: Tensor | None,
+    k_rstd: Tensor | None,
+    wanted: list[bool],
+    *options: Any,
+) -> OptionalTensors:
+    models = (
+        q if q is not None else q_normalized,
+        k if k is not None else k_normalized,
+        v, g, beta, A_log, dt_bias, initial_state,
+    )  # fmt: skip
+    return tuple(
+        x.new_empty(x.shape) if want and x is not None else None for x, want in zip(models, wanted, strict=True)
+    )
+
+
+def _chunk_backward(*arguments: Any) -> OptionalTensors:
+    grad_o, grad_final_state, q, k, v, g, *others = arguments[:10]
+    offsets = native_offsets(arguments[10], arguments[11], v)
+    if g is None:
+        g = _arguments.zero_gate(v)
+    if grad_o is None:
+        grad_o = v.new_zeros(()).expand(v.shape)
+    results = _allocate_backward(*arguments)
+    _native.backward(
+        q, k, v, g, *others, *arguments[12:17], grad_o, grad_final_state, *results, *offsets, None,
+        *arguments[18:], _native.num_threads(),
+    )  # fmt: skip
+    return results
+
+
+def _refuse_double_backward(ctx: Any, *_: Any) -> None:
+    raise RuntimeError(
+        "chunk_gated_delta_rule: its gradient can not be differentiated again (create_graph, nested torch.func.grad)"
+    )
+
+
+def _refuse_vmap(*_: Any) -> None:
+    raise NotImplementedError(
+        "chunk_gated_delta_rule: torch.vmap is not implemented; give the mapped dimension as the batch dimension B"
+    )
+
+
+# Registration -------------------------------------------------------------------------------------------------------
+
+
+def define(name: str, implementation: Callable[..., Any], allocate: Callable[..., Any]) -> Callable[..., Any]:
+    """Registers an operator of the library for every device, and its fake; returns the operator."""
+    library.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"cula_gdn::{name}", allocate, lib=library)
+    torch.library.register_vmap(f"cula_gdn::{name}", _refuse_vmap, lib=library)
+    return getattr(torch.ops.cula_gdn, name).default  # type: ignore[no-any-return]
+
+
+chunk_forward = define("chunk_forward", _chunk_forward, _allocate_forward)
+chunk_backward = define("chunk_backward", _chunk_backward, _allocate_backward)
+torch.library.register_autograd("cula_gdn::chunk_forward", _backward, setup_context=_setup_context, lib=library)
+torch.library.register_autograd("cula_gdn::chunk_backward", _refuse_double_backward, lib=library)
+
+
+class _ChunkFunction(torch.autograd.Function):
+    """The same gradient as registered with torch.library, at a fifth of the time a call: for eager calls."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> OptionalTensors:
+        results = chunk_forward(*arguments)
+        _setup_context(ctx, arguments, results)
+        return results  # type: ignore[no-any-return]
+
+    backward = staticmethod(_backward)
+
+
+class _TransformedFunction(torch.autograd.Function):
+    """The same again in the form that torch.func's transforms need; slower than either."""
+
+    forward = staticmethod(chunk_forward)
+    setup_context = staticmethod(_setup_context)
+    backward = staticmethod(_backward)
+    vmap = staticmethod(_refuse_vmap)
+
+
+class _TransformedGradient(torch.autograd.Function):
+    forward = staticmethod(chunk_backward)
+    setup_context = staticmethod(lambda ctx, inputs, output: None)
+    backward = staticmethod(_refuse_double_backward)
+    vmap = staticmethod(_refuse_vmap)
+
+
+def _gradient_operator() -> Callable[..., Any]:
+    return _TransformedGradient.apply if torch._C._are_functorch_transforms_active() else chunk_backward
+
+
+def forward_operator(saves: bool) -> Callable[..., Any]:
+    """What computes a call: compilers, and calls without a gradient, see the registered operator itself."""
+    if torch._C._are_functorch_transforms_active():
+        return _TransformedFunction.apply  # type: ignore[no-any-return]
+    return _ChunkFunction.apply if saves and not torch.compiler.is_compiling() else chunk_forward
