@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
 from cula.gdn.cli.info import describe
+from cula.gdn.cli.terminal import make_console
 from cula.gdn.cli.workload import (
     CALLS,
     DTYPES,
@@ -90,23 +90,26 @@ def measure(
 
 
 def print_table(rows: list[dict[str, Any]], device: torch.device) -> None:
+    first = rows[0]
     threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
-    table = Table(title=f"cula-gdn bench on {device}{threads}: median of {rows[0]['repeats']}", title_justify="left")
-    for heading in ("B x T", "heads", "K x V", "dtype", "mode", "implementation"):
-        table.add_column(heading)
-    for heading in ("ms", "us/token", "against ours"):
-        table.add_column(heading, justify="right")
+    title = (
+        f"cula-gdn bench on {device}{threads}: H={first['heads']}, HV={first['value_heads']}, K={first['key_dim']}, "
+        f"V={first['value_dim']}, median of {first['repeats']}"
+    )
+    table = Table(title=title, title_justify="left")
+    for heading in ("B x T", "dtype", "mode", "implementation"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("ms", "us/token", "times ours"):
+        table.add_column(heading, justify="right", no_wrap=True)
     own: dict[Any, float] = {}
     for row in rows:
-        sizes = (f"{row['batch']} x {row['tokens']}", f"{row['heads']}/{row['value_heads']}",
-                 f"{row['key_dim']} x {row['value_dim']}", row["dtype"], row["mode"])  # fmt: skip
+        key = (f"{row['batch']} x {row['tokens']}", row["dtype"], row["mode"])
         median = row["seconds_median"]
-        own.setdefault(sizes, median)  # cula.gdn comes first
-        table.add_row(
-            *sizes, row["implementation"], f"{median * 1e3:.2f}",
-            f"{median * 1e6 / (row['batch'] * row['tokens']):.3f}", f"{median / own[sizes]:.2f}x",
-        )  # fmt: skip
-    Console().print(table)
+        own.setdefault(key, median)  # cula.gdn comes first
+        per_token = median * 1e6 / (row["batch"] * row["tokens"])
+        cells = (row["implementation"], f"{median * 1e3:.2f}", f"{per_token:.3f}", f"{median / own[key]:.2f}")
+        table.add_row(*key, *cells)
+    make_console().print(table)
 
 
 def draw(rows: list[dict[str, Any]], path: Path, title: str) -> None:
@@ -128,7 +131,15 @@ def draw(rows: list[dict[str, Any]], path: Path, title: str) -> None:
         for label, points in lines.items():
             style = "-o" if label.startswith("cula.gdn") else "--s"
             panel.plot(*zip(*sorted(points), strict=True), style, label=label)
-        panel.set(xscale="log", yscale="log", xlabel="tokens", ylabel="microseconds a token", title=mode)
+        lengths = sorted({tokens for points in lines.values() for tokens, _ in points})
+        times = [time for points in lines.values() for _, time in points]
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(lengths, [str(tokens) for tokens in lengths])
+        panel.set(xlabel="tokens", ylabel="microseconds a token", title=mode)
+        if max(times) > 20 * min(times):
+            panel.set_yscale("log")
+        else:
+            panel.set_ylim(0, None)
         panel.grid(alpha=0.3, which="both")
         panel.legend()
     figure.suptitle(title)

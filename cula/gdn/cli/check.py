@@ -9,16 +9,27 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from tqdm import tqdm
 
 from cula.gdn import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, reference_gated_delta_rule
-from cula.gdn.cli.workload import DTYPES, Shape, device_option, dtype_name, make_inputs, relative_error
+from cula.gdn.cli.terminal import make_console
+from cula.gdn.cli.workload import (
+    DTYPES,
+    Shape,
+    device_option,
+    dtype_name,
+    make_inputs,
+    relative_error,
+)
 
 # Relative L2 error of outputs and states; gradients may have twice as much.
 TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "float16": 3e-3, "bfloat16": 1e-2}
+
+# The running sum of a strong gate reaches -1500 in a chunk, where float32 numbers lie 1.2e-4 apart. What decays between
+# neighbouring tokens is a difference of two such sums, and the gradient of g hangs on it alone.
+STRONG_GATE_LIMIT = 1.2e-4
 
 L2NORM = {"use_qk_l2norm_in_kernel": True}
 GATE = {"use_gate_in_kernel": True}
@@ -63,7 +74,7 @@ def cases() -> list[Case]:
         Case("packed, two empty", packed, lengths=(0, 37, 64, 0, 91), quick=True),
         Case("packed, padding at the end", packed, lengths=(130, 30)),
         Case("packed, all flags", packed, lengths=(65, 135), flags=L2NORM | GATE | NEGATIVE | V_FIRST),
-        Case("three value heads a key head", Shape(1, 100, 2, 6, 32, 64)),
+        Case("3 value heads a key head", Shape(1, 100, 2, 6, 32, 64)),
         Case("K=60, V=100", Shape(1, 75, 2, 2, 60, 100)),
         Case("K=256, V=512", Shape(1, 70, 1, 1, 256, 512)),
         Case("chunks of 16", options={"chunk_size": 16}),
@@ -117,15 +128,20 @@ def spread(tensor: Tensor) -> Tensor:
     return buffer[..., 0]
 
 
-def run_operator(operator: Any, inputs: dict[str, Tensor], others: dict[str, Any], backward: bool) -> dict[str, Tensor]:
-    """Outputs, and with `backward` the gradients of every input for fixed gradients of the outputs."""
+def run_operator(
+    operator: Any, inputs: dict[str, Tensor], others: dict[str, Any], backward: bool, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Outputs, and with `backward` the gradients of every input for fixed gradients of the outputs.
+
+    Those are rounded to `dtype`, so that a run in float64 gets the same ones.
+    """
     leaves = {name: tensor.detach().requires_grad_(backward) for name, tensor in inputs.items()}
     o, final_state = operator(**leaves, **others)
     outputs = {"o": o} if final_state is None else {"o": o, "final_state": final_state}
     results = {name: tensor.detach() for name, tensor in outputs.items()}
     if backward:
         generator = torch.Generator().manual_seed(11)
-        weights = [torch.randn(t.shape, generator=generator).to(inputs["q"].dtype).to(t) for t in outputs.values()]
+        weights = [torch.randn(t.shape, generator=generator).to(dtype).to(t) for t in outputs.values()]
         gradients = torch.autograd.grad(list(outputs.values()), list(leaves.values()), weights)
         results.update({"d" + name: gradient for name, gradient in zip(leaves, gradients, strict=True)})
     return results
@@ -137,7 +153,7 @@ class Outcome:
     dtype: str
     output_error: float
     gradient_error: float | None
-    worst: str  # the tensor furthest beyond, or nearest to, its tolerance
+    worst: str  # the tensor nearest to its limit, or furthest beyond it
     tolerance: float
     passed: bool
     message: str = ""
@@ -148,13 +164,16 @@ def check_case(case: Case, dtype: torch.dtype, device: torch.device, backend: st
     try:
         inputs, others = build_inputs(case, dtype, device)
         operator = fused_recurrent_gated_delta_rule if case.decode else chunk_gated_delta_rule
-        ours = run_operator(operator, inputs, {**others, **case.options, "backend": backend}, not case.decode)
+        own_options = {**others, **case.options, "backend": backend}
+        ours = run_operator(operator, inputs, own_options, not case.decode, dtype)
         widened = {name: tensor.double() for name, tensor in inputs.items()}
-        exact = run_operator(reference_gated_delta_rule, widened, others, not case.decode)
+        exact = run_operator(reference_gated_delta_rule, widened, others, not case.decode, dtype)
     except Exception as error:  # a row that can not run is a failed row, and the others still say something
         return Outcome(case.title, dtype_name(dtype), float("nan"), None, "", tolerance, False, f"{error!r}")
     errors = {name: relative_error(ours[name], exact[name]) for name in exact}
     limits = {name: tolerance if name in ("o", "final_state") else 2 * tolerance for name in errors}
+    if case.gate == "strong" and dtype != torch.float64:
+        limits["dg"] = max(limits["dg"], STRONG_GATE_LIMIT)
     worst = max(errors, key=lambda name: errors[name] / limits[name] if errors[name] == errors[name] else float("inf"))
     gradients = [errors[name] for name in errors if name not in ("o", "final_state")]
     return Outcome(
@@ -198,20 +217,21 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps([vars(row) for row in rows], indent=2))
         return 1 if failed else 0
-    console = Console()
+    console = make_console()
     table = Table(title=f"cula-gdn check on {options.device}: relative L2 error against float64", title_justify="left")
     for heading in ("case", "dtype"):
-        table.add_column(heading)
-    for heading in ("outputs", "limit", "gradients", "limit"):
-        table.add_column(heading, justify="right")
-    table.add_column("nearest to limit")
-    table.add_column("result")
+        table.add_column(heading, no_wrap=True)
+    for heading in ("outputs", "gradients"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for heading in ("nearest", ""):
+        table.add_column(heading, no_wrap=True)
     for row in rows:
         gradient = "-" if row.gradient_error is None else f"{row.gradient_error:.1e}"
         verdict = "[green]pass[/green]" if row.passed else "[bold red]FAIL[/bold red]"
-        errors = (f"{row.output_error:.1e}", f"{row.tolerance:.0e}", gradient, f"{2 * row.tolerance:.0e}")
-        table.add_row(row.title, row.dtype, *errors, row.worst, verdict)
+        table.add_row(row.title, row.dtype, f"{row.output_error:.1e}", gradient, row.worst, verdict)
     console.print(table)
+    limits = ", ".join(f"{name} {TOLERANCES[name]:.0e}" for name in names)
+    console.print(f"limits: {limits}; gradients twice that, dg under strong decay {STRONG_GATE_LIMIT:.0e} or more")
     for row in rows:
         if row.message:
             console.print(f"{row.title} ({row.dtype}): {row.message}", markup=False, highlight=False)

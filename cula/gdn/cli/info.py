@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from cula.gdn import _build, library_info
+from cula.gdn.cli.terminal import make_console
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -75,5 +75,5 @@ def run(options: argparse.Namespace) -> int:
         if isinstance(value, dict):
             value = [f"{key} {entry}" for key, entry in value.items()]
         table.add_row(name.replace("_", " "), "\n".join(value) if isinstance(value, list) else str(value))
-    Console().print(table)
+    make_console().print(table)
     return 0

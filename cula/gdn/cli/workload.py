@@ -96,7 +96,7 @@ def peers(device: torch.device) -> tuple[list[Implementation], list[str]]:
     found: list[Implementation] = []
     absent: list[str] = []
     candidates: list[tuple[str, str, Callable[[], Operator], bool]] = [
-        ("transformers torch fallback", "transformers", transformers_fallback, True),
+        ("transformers", "transformers", transformers_fallback, True),
         ("FLA", "flash-linear-attention", flash_linear_attention, device.type == "cuda"),
     ]
     for name, package, load, runs_here in candidates:
@@ -161,8 +161,8 @@ def seconds(call: Callable[[], Any], device: torch.device, repeats: int, warmups
 def relative_error(value: Tensor, exact: Tensor) -> float:
     """L2 norm of the difference over that of the exact value; the plain norm where the exact value is zero."""
     value, exact = value.detach().double().cpu(), exact.detach().double().cpu()
-    norm = exact.norm().item()
-    error = (value - exact).norm().item()
+    norm = float(exact.norm())
+    error = float((value - exact).norm())
     return error / norm if norm > 0 else error
 
 
