@@ -8,7 +8,7 @@ namespace cula::gdn::cpu::CULA_ISA {
 inline constexpr int64_t kMaxChunk = 64;
 inline constexpr double kLog2E = 1.44269504088896340736;
 
-inline double softplus(double z) { return z > 20.0 ? z : std::log1p(std::exp(z)); }
+inline double softplus(double z) { return (z > 0.0 ? z : 0.0) + std::log1p(std::exp(-std::fabs(z))); }
 inline double sigmoid(double x) { return 1.0 / (1.0 + std::exp(-x)); }
 
 // The parameters of the in-kernel gate of one head.
