@@ -40,6 +40,8 @@ __device__ __forceinline__ void load_state(float (&s)[kKeys / 8][4], const Tenso
 template <int kKeys>
 __device__ __forceinline__ void store_state(const float (&s)[kKeys / 8][4], const TensorArg& x, int64_t offset,
                                             int64_t key_stride, int64_t value_stride, const StatePart& part) {
+  key_stride = opaque(key_stride);
+  value_stride = opaque(value_stride);
 #pragma unroll
   for (int i = 0; i < kKeys / 8; ++i) {
 #pragma unroll

@@ -202,8 +202,9 @@ static __global__ void __launch_bounds__(kElementThreads) gate_backward_kernel(c
     const int64_t t = i - b * args.tokens;
     const double dy = load_double(args.dyg.data, args.dyg.dtype, args.dyg.offset(b, t, head));
     const double z = load_double(gates.g.data, gates.g.dtype, gates.g.offset(b, t, head)) + bias;
-    const double dz = -rate * sigmoid(z) * dy;
-    sum_a += -rate * softplus(z) * dy;
+    // Selected, not multiplied: rows of no consequence may hold anything.
+    const double dz = dy == 0.0 ? 0.0 : -rate * sigmoid(z) * dy;
+    sum_a += dy == 0.0 ? 0.0 : -rate * softplus(z) * dy;
     sum_bias += dz;
     if (args.dg) args.dg.store(args.dg.offset(b, t, head), static_cast<float>(dz));
   }

@@ -3,35 +3,12 @@
 
 #include "common/device/launch.cuh"
 #include "gdn/cuda/collective/gate.cuh"
+#include "gdn/cuda/collective/product.cuh"
 #include "gdn/cuda/collective/state.cuh"
 
 namespace cula::gdn::cuda {
 
-inline constexpr int kStageThreads = 128;  // four warps, 16 rows of a tile each
-
-// c (rows m0 .., 64 columns) += a b with a [m][k] and b [k][n] in tiles of 64 x 64.
-template <class T>
-__device__ __forceinline__ void multiply_tiles(float (&c)[8][4], const T* a, const T* b, int m0) {
-#pragma unroll
-  for (int k = 0; k < kRows; k += 16) {
-    const FragmentA<T> rows = load_a<kPitch<kRows>>(a, m0, k);
-#pragma unroll
-    for (int n = 0; n < kRows; n += 16) {
-      mma(c[n / 8], c[n / 8 + 1], rows, load_b_transposed<kPitch<kRows>>(b, n, k));
-    }
-  }
-}
-
-// The same with b given as [n][k].
-template <class T>
-__device__ __forceinline__ void multiply_tiles_transposed(float (&c)[8][4], const T* a, const T* b, int m0) {
-#pragma unroll
-  for (int k = 0; k < kRows; k += 16) {
-    const FragmentA<T> rows = load_a<kPitch<kRows>>(a, m0, k);
-#pragma unroll
-    for (int n = 0; n < kRows; n += 16) mma(c[n / 8], c[n / 8 + 1], rows, load_b<kPitch<kRows>>(b, n, k));
-  }
-}
+inline constexpr int kStageThreads = kProductThreads;
 
 // w = A diag(beta decay) k, u = A diag(beta) v -------------------------------------------------------------------------
 
@@ -274,9 +251,9 @@ __global__ void __launch_bounds__(kStageThreads) output_kernel(const OutputArgs 
     cp_async_commit();
     cp_async_wait<0>();
     sync_block();
-    multiply_tiles_transposed(qk, shared.q.data, shared.k.data, m0);
+    multiply_tiles_by_rows(qk, shared.q.data, shared.k.data, m0);
     if (args.state_v_first) {
-      multiply_tiles_transposed(o, shared.q.data, shared.h.data, m0);
+      multiply_tiles_by_rows(o, shared.q.data, shared.h.data, m0);
     } else {
       multiply_tiles(o, shared.q.data, shared.h.data, m0);
     }

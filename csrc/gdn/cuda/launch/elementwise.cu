@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "gdn/cuda/kernel/elementwise.cuh"
+#include "gdn/cuda/kernel/gate_gradient.cuh"
 #include "gdn/cuda/kernel/recurrent.cuh"
 #include "gdn/cuda/kernel/solve.cuh"
 
@@ -84,6 +85,15 @@ void launch_solve(const SequenceTable& sequences, const TensorArg& L, const Tens
                                {.blocks = sequences.num_slots() * value_heads, .threads = kInverseThreads,
                                 .shared_bytes = sizeof(Tile<float, kRows>), .stream = stream},
                                SolveArgs{sequences, value_heads, L, A});
+}
+
+void launch_gate_gradient(const GradientArgs& args, device::Stream stream) {
+  constexpr int kWarps = kGateGradientThreads / 32;
+  device::launch<gate_gradient_kernel>(
+      "gate_gradient",
+      {.blocks = blocks_for(args.sequences.num_slots() * args.heads * args.group, kWarps),
+       .threads = kGateGradientThreads, .shared_bytes = sizeof(GateGradientShared<kWarps>), .stream = stream},
+      args);
 }
 
 void launch_recurrent(RecurrentArgs args, device::Stream stream) {

@@ -36,6 +36,9 @@ void launch_zero_padding(const SequenceTable& sequences, const TensorArg& x, int
 void launch_solve(const SequenceTable& sequences, const TensorArg& L, const TensorArg& A, int64_t value_heads,
                   device::Stream stream);
 
+struct GradientArgs;
+void launch_gate_gradient(const GradientArgs& args, device::Stream stream);
+
 struct RecurrentArgs;
 void launch_recurrent(RecurrentArgs args, device::Stream stream);
 

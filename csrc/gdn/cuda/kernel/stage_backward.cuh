@@ -1,0 +1,638 @@
+// The backward stages as kernels of their own, with FLA's operands.
+#pragma once
+
+#include "gdn/cuda/kernel/stage_forward.cuh"
+
+namespace cula::gdn::cuda {
+
+// dv = (scale (q k^T) between)^T do ------------------------------------------------------------------------------------
+
+struct LocalValueGradientArgs {
+  SequenceTable sequences;
+  int64_t value_heads;
+  int64_t group;
+  int key_dim;
+  int value_dim;
+  int64_t value_blocks;
+  float scale;
+  TensorArg q;
+  TensorArg k;
+  TensorArg grad_output;
+  TensorArg dv;
+  GateArgs gates;
+};
+
+template <class T>
+struct LocalValueGradientShared {
+  Tile<T, kRows> q;
+  Tile<T, kRows> k;
+  Tile<T, kRows> grad_output;
+  GateRows gates;
+};
+
+template <class T>
+__global__ void __launch_bounds__(kStageThreads) local_value_gradient_kernel(const LocalValueGradientArgs args) {
+  auto& shared = *reinterpret_cast<LocalValueGradientShared<T>*>(dynamic_shared_memory());
+  constexpr int kP = kPitch<kRows>;
+  const int64_t place = blockIdx.x / args.value_blocks;
+  const int value = static_cast<int>(blockIdx.x - place * args.value_blocks) * kRows;
+  const int64_t slot = place / args.value_heads;
+  const int64_t head = place - slot * args.value_heads;
+  Chunk chunk;
+  if (!find_chunk(args.sequences, slot, chunk)) return;
+  const int64_t key_head = head / args.group;
+  const Window values = {chunk.batch, chunk.token, chunk.length, head, value, args.value_dim - value};
+  if (warp_id() == 0) load_gates(shared.gates, args.gates, chunk.batch, chunk.token, chunk.length, head);
+  load_tile<T, kRows>(shared.grad_output.data, args.grad_output, values);
+  const int m0 = warp_id() * 16;
+  float kq[8][4];  // rows: keys; columns: queries
+  clear(kq);
+  for (int key = 0; key < args.key_dim; key += kRows) {
+    const Window keys = {chunk.batch, chunk.token, chunk.length, key_head, key, args.key_dim - key};
+    load_tile<T, kRows>(shared.q.data, args.q, keys);
+    load_tile<T, kRows>(shared.k.data, args.k, keys);
+    cp_async_commit();
+    cp_async_wait<0>();
+    sync_block();
+    multiply_tiles_by_rows(kq, shared.k.data, shared.q.data, m0);
+    sync_block();
+  }
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int key_row = m0 + fragment_row(j);
+      const int query_row = fragment_column(n, j);
+      kq[n][j] = query_row >= key_row ? args.scale * kq[n][j] * shared.gates.between(query_row, key_row) : 0.0f;
+    }
+  }
+  float c[8][4];
+  clear(c);
+#pragma unroll
+  for (int k = 0; k < kRows; k += 16) {
+    const FragmentA<T> p = to_a<T>(kq[k / 8], kq[k / 8 + 1]);
+#pragma unroll
+    for (int n = 0; n < kRows; n += 16) {
+      mma(c[n / 8], c[n / 8 + 1], p, load_b_transposed<kP>(shared.grad_output.data, n, k));
+    }
+  }
+  store_product<T>(shared.q.data, c, args.dv, values, m0);
+}
+
+// Gradients of the states, and dv2 ------------------------------------------------------------------------------------
+
+struct StateGradientArgs {
+  SequenceTable sequences;
+  int64_t value_heads;
+  int64_t group;
+  int key_dim;
+  int value_dim;
+  int64_t value_blocks;
+  float scale;
+  TensorArg q;
+  TensorArg k;
+  TensorArg w;
+  TensorArg grad_output;
+  TensorArg dv;
+  TensorArg dv2;
+  TensorArg grad_final_state;
+  TensorArg dh;
+  TensorArg dh0;
+  GateArgs gates;
+};
+
+template <class T, int kKeyDim>
+struct StateGradientShared {
+  Tile<T, kKeyDim> keys;  // k, then w, then q
+  Tile<T, kRows> values;  // dv, then do
+  GateRows gates;
+};
+
+template <class T, int kKeyDim>
+__global__ void __launch_bounds__(kStageThreads) state_gradient_kernel(const StateGradientArgs args) {
+  constexpr int kSplit = kKeySplit<kKeyDim>;
+  constexpr int kKeys = kKeyDim / kSplit;
+  constexpr int kP = kPitch<kKeyDim>;
+  constexpr int kRowBlocks = kStageThreads / 32 / kSplit;
+  constexpr int kPartial = 8 * 32 * 4;
+  auto& shared = *reinterpret_cast<StateGradientShared<T, kKeyDim>*>(dynamic_shared_memory());
+  [[maybe_unused]] float* partial = reinterpret_cast<float*>(&shared + 1);
+
+  const int64_t unit = blockIdx.x / args.value_blocks;
+  const int block_value = static_cast<int>(blockIdx.x - unit * args.value_blocks) * 16 * kRowBlocks;
+  const int64_t sequence_index = unit / args.value_heads;
+  const int64_t head = unit - sequence_index * args.value_heads;
+  const int64_t key_head = head / args.group;
+  const Sequence sequence = find_sequence(args.sequences, sequence_index);
+  const int half = warp_id() % kSplit;
+  const int row_block = warp_id() / kSplit;
+  const StatePart part = {sequence_index, head, half * kKeys, block_value + 16 * row_block, args.key_dim,
+                          args.value_dim};
+  const int64_t first_chunk = dense_chunk_index(args.sequences, sequence_index, 0);
+  const int columns = args.value_dim - block_value;
+
+  float d[kKeys / 8][4];
+  load_state<kKeys>(d, args.grad_final_state, part);
+  const int chunk_size = args.sequences.chunk_size;
+  const int64_t num_chunks = (sequence.length + chunk_size - 1) / chunk_size;
+  for (int64_t c = num_chunks - 1; c >= 0; --c) {
+    const int64_t left = sequence.length - c * chunk_size;
+    const int rows = static_cast<int>(left < chunk_size ? left : chunk_size);
+    const int64_t token = sequence.begin + c * chunk_size;
+    const TensorArg& dh = args.dh;
+    store_state<kKeys>(d, dh, sequence.batch * dh.stride[0] + (first_chunk + c) * dh.stride[1] + head * dh.stride[2],
+                       dh.stride[3], dh.stride[4], part);
+    const Window values = {sequence.batch, token, rows, head, block_value, columns < kRows ? columns : kRows};
+    const auto load_keys = [&](const TensorArg& x, int64_t tensor_head) {
+      load_tile<T, kKeyDim>(shared.keys.data, x, {sequence.batch, token, rows, tensor_head, 0, args.key_dim});
+    };
+    const auto wait = [] {
+      cp_async_commit();
+      cp_async_wait<0>();
+      sync_block();
+    };
+    load_keys(args.k, key_head);
+    load_tile<T, kRows>(shared.values.data, args.dv, values);
+    if (warp_id() == 0) load_gates(shared.gates, args.gates, sequence.batch, token, rows, head);
+    wait();
+    TokenColumns x;
+    clear(x);
+    multiply_state<T, kP, kKeys>(x, d, shared.keys.data, part.key);
+    if constexpr (kSplit == 2) {
+      write_partial(partial + warp_id() * kPartial, x);
+      sync_named(1 + row_block, 64);
+      add_partial(x, partial + (warp_id() ^ 1) * kPartial);
+    }
+    scale_columns(x, shared.gates.to_end);
+    TokenColumns dv;
+    load_columns<T>(dv, shared.values.data, 16 * row_block);
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) x[n][j] += dv[n][j];
+    }
+    sync_block();
+    load_keys(args.w, head);
+    load_tile<T, kRows>(shared.values.data, args.grad_output, values);
+    wait();
+    // Behind the barrier: every warp has read dv, which may be the same memory.
+    if (half == 0) {
+      store_columns<T>(x, args.dv2, {sequence.batch, token, rows, head, part.value, args.value_dim - part.value});
+    }
+    scale(d, shared.gates.chunk_decay);
+    scale(x, -1.0f);
+    update_state<T, kP, kKeys>(d, x, shared.keys.data, part.key);
+    TokenColumns o;
+    load_columns<T>(o, shared.values.data, 16 * row_block);
+    scale_columns(o, shared.gates.decay);
+    sync_block();
+    load_keys(args.q, key_head);
+    wait();
+    float from_output[kKeys / 8][4];
+    clear(from_output);
+    update_state<T, kP, kKeys>(from_output, o, shared.keys.data, part.key);
+#pragma unroll
+    for (int i = 0; i < kKeys / 8; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) d[i][j] += args.scale * from_output[i][j];
+    }
+    sync_block();
+  }
+  if (args.dh0) {
+    const TensorArg& x = args.dh0;
+    store_state<kKeys>(d, x, part.sequence * x.stride[0] + part.head * x.stride[1], x.stride[2], x.stride[3], part);
+  }
+}
+
+// dq, dk, dw, dg of the output and the states --------------------------------------------------------------------------
+
+struct OperandStageArgs {
+  SequenceTable sequences;
+  int64_t heads;
+  int64_t group;
+  int key_dim;
+  int value_dim;
+  bool state_v_first;
+  float scale;
+  TensorArg q;
+  TensorArg k;
+  TensorArg v;  // v_new
+  TensorArg h;
+  TensorArg dv;  // dv2
+  TensorArg grad_output;
+  TensorArg dh;
+  TensorArg dq;
+  TensorArg dk;
+  TensorArg dw;
+  TensorArg dg;
+  GateArgs gates;
+};
+
+template <class T>
+struct OperandStageShared {
+  Tile<T, kRows> q;
+  Tile<T, kRows> k;
+  Tile<T, kRows> x;  // do, v_new
+  Tile<T, kRows> y;  // dv2, v_new, the gated scores' gradient
+  Tile<T, kRows> z;  // h, dh
+  float warp_sums[kStageThreads / 32];
+  GateRows gates;
+  // and [group][kRows] floats: the gradient of the gate so far
+};
+
+template <class T>
+__global__ void __launch_bounds__(kStageThreads) operand_stage_kernel(const OperandStageArgs args) {
+  auto& shared = *reinterpret_cast<OperandStageShared<T>*>(dynamic_shared_memory());
+  float* gate_sums = reinterpret_cast<float*>(&shared + 1);
+  constexpr int kP = kPitch<kRows>;
+  const int64_t slot = blockIdx.x / args.heads;
+  const int64_t key_head = blockIdx.x - slot * args.heads;
+  Chunk chunk;
+  if (!find_chunk(args.sequences, slot, chunk)) return;
+  const int64_t dense = dense_chunk_index(args.sequences, chunk.sequence, chunk.index);
+  const int m0 = warp_id() * 16;
+  const int last = chunk.length - 1;
+  for (int i = static_cast<int>(threadIdx.x); i < args.group * kRows; i += kStageThreads) gate_sums[i] = 0.0f;
+  const auto wait = [] {
+    cp_async_commit();
+    cp_async_wait<0>();
+    sync_block();
+  };
+  // c += a b for a tile of values and a tile of a state, [keys][values] or [values][keys]
+  const auto multiply_by_state = [&](float (&c)[8][4], const T* a) {
+    if (args.state_v_first) {
+      multiply_tiles(c, a, shared.z.data, m0);
+    } else {
+      multiply_tiles_by_rows(c, a, shared.z.data, m0);
+    }
+  };
+
+  for (int key = 0; key < args.key_dim; key += kRows) {
+    const Window keys = {chunk.batch, chunk.token, chunk.length, key_head, key, args.key_dim - key};
+    float dq[8][4];
+    float dk[8][4];
+    clear(dq);
+    clear(dk);
+    for (int64_t member = 0; member < args.group; ++member) {
+      const int64_t head = key_head * args.group + member;
+      const auto state_offset = [&](const TensorArg& h) {
+        return chunk.batch * h.stride[0] + dense * h.stride[1] + head * h.stride[2];
+      };
+      sync_block();  // the tiles and gates of the member before have been read
+      if (warp_id() == 0) load_gates(shared.gates, args.gates, chunk.batch, chunk.token, chunk.length, head);
+      load_tile<T, kRows>(shared.q.data, args.q, keys);
+      load_tile<T, kRows>(shared.k.data, args.k, keys);
+      float by_output[8][4];
+      float by_update[8][4];
+      float scores[8][4];
+      clear(by_output);
+      clear(by_update);
+      clear(scores);
+      const GateRows& gates = shared.gates;
+      for (int value = 0; value < args.value_dim; value += kRows) {
+        const Window values = {chunk.batch, chunk.token, chunk.length, head, value, args.value_dim - value};
+        load_tile<T, kRows>(shared.x.data, args.grad_output, values);
+        load_tile<T, kRows>(shared.y.data, args.dv, values);
+        load_state_tile<T>(shared.z.data, args.h, state_offset(args.h), args.state_v_first, key, args.key_dim - key,
+                           value, args.value_dim - value);
+        wait();
+        multiply_by_state(by_output, shared.x.data);
+        multiply_by_state(by_update, shared.y.data);
+        sync_block();
+        load_tile<T, kRows>(shared.y.data, args.v, values);
+        wait();
+        multiply_tiles_by_rows(scores, shared.x.data, shared.y.data, m0);
+        sync_block();
+      }
+      // dw
+      Window wide = keys;
+      wide.head = head;
+      scale(by_update, -1.0f);
+      store_product<T>(shared.x.data, by_update, args.dw, wide, m0);
+      sync_block();
+      // The state's gradient
+      float by_state[8][4];
+      clear(by_state);
+      float inner = 0.0f;
+      for (int value = 0; value < args.value_dim; value += kRows) {
+        const Window values = {chunk.batch, chunk.token, chunk.length, head, value, args.value_dim - value};
+        load_tile<T, kRows>(shared.x.data, args.v, values);
+        load_state_tile<T>(shared.z.data, args.dh, state_offset(args.dh), args.state_v_first, key, args.key_dim - key,
+                           value, args.value_dim - value);
+        load_state_tile<T>(shared.y.data, args.h, state_offset(args.h), args.state_v_first, key, args.key_dim - key,
+                           value, args.value_dim - value);
+        wait();
+        multiply_by_state(by_state, shared.x.data);
+        for (int i = static_cast<int>(threadIdx.x); i < kRows * kRows; i += kStageThreads) {
+          const int at = i / kRows * kP + i % kRows;
+          inner += to_float(shared.y.data[at]) * to_float(shared.z.data[at]);
+        }
+        sync_block();
+      }
+      inner = warp_sum(inner);
+      if (lane_id() == 0) shared.warp_sums[warp_id()] = inner;
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int row = m0 + fragment_row(j);
+          const int column = fragment_column(n, j);
+          scores[n][j] = column <= row ? args.scale * scores[n][j] * gates.between(row, column) : 0.0f;
+          by_output[n][j] *= args.scale * gates.decay[row];
+          by_state[n][j] *= gates.to_end[row];
+        }
+      }
+      store_fragment<kP>(shared.x.data, m0, 0, scores);
+      sync_block();
+      // dk_in . k for the bonus of the last row, before the scores' part joins
+      float bonus = 0.0f;
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int at = (m0 + fragment_row(j)) * kP + fragment_column(n, j);
+          bonus += by_state[n][j] * to_float(shared.k.data[at]);
+        }
+      }
+      bonus = warp_sum(bonus);
+      multiply_tiles(by_output, shared.x.data, shared.k.data, m0);
+      multiply_transposed_tiles(by_state, shared.x.data, shared.q.data, m0);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = m0 + fragment_row(2 * half);
+        float sum = 0.0f;
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int j = 2 * half + i;
+            const int at = row * kP + fragment_column(n, j);
+            sum += by_output[n][j] * to_float(shared.q.data[at]) - by_state[n][j] * to_float(shared.k.data[at]);
+            dq[n][j] += by_output[n][j];
+            dk[n][j] += by_state[n][j];
+          }
+        }
+        sum = group_sum<4>(sum);
+        if ((lane_id() & 3) == 0) gate_sums[member * kRows + row] += sum;
+      }
+      // Each warp's share of the last row's bonus, one warp after the other so that the order is fixed.
+      for (int w = 0; w < kStageThreads / 32; ++w) {
+        sync_block();
+        if (w == warp_id() && lane_id() == 0) {
+          const float state = gates.chunk_decay == 0.0f ? 0.0f : gates.chunk_decay * shared.warp_sums[w];
+          gate_sums[member * kRows + last] += bonus + state;
+        }
+      }
+    }
+    sync_block();
+    store_product<T>(shared.x.data, dq, args.dq, keys, m0);
+    store_product<T>(shared.x.data, dk, args.dk, keys, m0);
+  }
+  if (!args.dg) return;
+  sync_block();
+  for (int i = static_cast<int>(threadIdx.x); i < args.group * kRows; i += kStageThreads) {
+    const int member = i / kRows;
+    const int row = i - member * kRows;
+    if (row < chunk.length) {
+      args.dg.store(args.dg.offset(chunk.batch, chunk.token + row, key_head * args.group + member), gate_sums[i]);
+    }
+  }
+}
+
+// dk, dv, dbeta, dg of w, u and the inverse ---------------------------------------------------------------------------
+
+struct WyStageArgs {
+  SequenceTable sequences;
+  int64_t heads;
+  int64_t group;
+  int key_dim;
+  int value_dim;
+  TensorArg k;
+  TensorArg v;
+  TensorArg A;
+  TensorArg dw;
+  TensorArg du;
+  TensorArg dk;
+  TensorArg dv;
+  TensorArg db;
+  TensorArg dg;
+  GateArgs gates;
+};
+
+template <class T>
+struct WyStageShared {
+  Tile<T, kRows> A;
+  Tile<T, kRows> x;  // dw, du
+  Tile<T, kRows> y;  // k, v
+  Tile<T, kRows> z;  // dA and what follows from it
+  GateRows gates;
+  // and [2][group][kRows] floats: the gradients of beta and of the gate so far
+};
+
+template <class T>
+__global__ void __launch_bounds__(kStageThreads) wy_stage_kernel(const WyStageArgs args) {
+  auto& shared = *reinterpret_cast<WyStageShared<T>*>(dynamic_shared_memory());
+  float* beta_sums = reinterpret_cast<float*>(&shared + 1);
+  float* gate_sums = beta_sums + args.group * kRows;
+  constexpr int kP = kPitch<kRows>;
+  const int64_t slot = blockIdx.x / args.heads;
+  const int64_t key_head = blockIdx.x - slot * args.heads;
+  Chunk chunk;
+  if (!find_chunk(args.sequences, slot, chunk)) return;
+  const int m0 = warp_id() * 16;
+  for (int i = static_cast<int>(threadIdx.x); i < 2 * args.group * kRows; i += kStageThreads) beta_sums[i] = 0.0f;
+  const auto wait = [] {
+    cp_async_commit();
+    cp_async_wait<0>();
+    sync_block();
+  };
+  // Rows of tile y times a factor a row
+  const auto scale_y = [&](bool with_decay) {
+    for (int i = static_cast<int>(threadIdx.x); i < kRows * kRows; i += kStageThreads) {
+      const int row = i / kRows;
+      T& y = shared.y.data[row * kP + i - row * kRows];
+      y = from_float<T>(to_float(y) * (shared.gates.beta[row] * (with_decay ? shared.gates.decay[row] : 1.0f)));
+    }
+    sync_block();
+  };
+  // Per row, sum over the columns of c times the tile
+  const auto row_sums = [&](float (&sums)[2], const float (&c)[8][4], const T* tile) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const T* row = tile + (m0 + fragment_row(2 * half)) * kP;
+      float sum = 0.0f;
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        sum += c[n][2 * half] * to_float(row[fragment_column(n, 0)]) +
+               c[n][2 * half + 1] * to_float(row[fragment_column(n, 1)]);
+      }
+      sums[half] = group_sum<4>(sum);
+    }
+  };
+
+  for (int key = 0; key < args.key_dim; key += kRows) {
+    const Window keys = {chunk.batch, chunk.token, chunk.length, key_head, key, args.key_dim - key};
+    float dk[8][4];
+    clear(dk);
+    for (int64_t member = 0; member < args.group; ++member) {
+      const int64_t head = key_head * args.group + member;
+      const GateRows& gates = shared.gates;
+      float* beta_sum = beta_sums + member * kRows;
+      float* gate_sum = gate_sums + member * kRows;
+      const auto add_sums = [&](float* target, const float (&sums)[2], bool with_decay, bool with_beta) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int row = m0 + fragment_row(2 * half);
+          float value = sums[half];
+          if (with_decay) value *= gates.decay[row];
+          if (with_beta) value *= gates.beta[row];
+          if ((lane_id() & 3) == 0) target[row] += value;
+        }
+      };
+      sync_block();
+      if (warp_id() == 0) load_gates(shared.gates, args.gates, chunk.batch, chunk.token, chunk.length, head);
+      load_tile<T, kRows>(shared.A.data, args.A,
+                          {chunk.batch, chunk.token, chunk.length, head, 0, args.sequences.chunk_size});
+      // dA = dw (beta decay k)^T + du (beta v)^T, and with it k k^T
+      float da[8][4];
+      float kk[8][4];
+      clear(da);
+      clear(kk);
+      for (int column = 0; column < args.key_dim; column += kRows) {
+        Window window = {chunk.batch, chunk.token, chunk.length, key_head, column, args.key_dim - column};
+        load_tile<T, kRows>(shared.y.data, args.k, window);
+        window.head = head;
+        load_tile<T, kRows>(shared.x.data, args.dw, window);
+        wait();
+        multiply_tiles_by_rows(kk, shared.y.data, shared.y.data, m0);
+        sync_block();
+        scale_y(true);
+        multiply_tiles_by_rows(da, shared.x.data, shared.y.data, m0);
+        sync_block();
+      }
+      for (int column = 0; column < args.value_dim; column += kRows) {
+        const Window window = {chunk.batch, chunk.token, chunk.length, head, column, args.value_dim - column};
+        load_tile<T, kRows>(shared.y.data, args.v, window);
+        load_tile<T, kRows>(shared.x.data, args.du, window);
+        wait();
+        if (key == 0) {
+          float zu[8][4];
+          clear(zu);
+          multiply_transposed_tiles(zu, shared.A.data, shared.x.data, m0);
+          float sums[2];
+          row_sums(sums, zu, shared.y.data);
+          add_sums(beta_sum, sums, false, false);
+#pragma unroll
+          for (int n = 0; n < 8; ++n) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) zu[n][j] *= gates.beta[m0 + fragment_row(j)];
+          }
+          store_product<T>(shared.z.data, zu, args.dv, window, m0);
+          sync_block();
+        }
+        scale_y(false);
+        multiply_tiles_by_rows(da, shared.x.data, shared.y.data, m0);
+        sync_block();
+      }
+      // dP = -tril1(A^T dA A^T) between
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          if (fragment_column(n, j) >= m0 + fragment_row(j)) da[n][j] = 0.0f;
+        }
+      }
+      store_fragment<kP>(shared.z.data, m0, 0, da);
+      sync_block();
+      float dp[8][4];
+      clear(dp);
+      multiply_tiles_by_rows(dp, shared.z.data, shared.A.data, m0);  // dA A^T
+      sync_block();
+      store_fragment<kP>(shared.z.data, m0, 0, dp);
+      sync_block();
+      clear(dp);
+      multiply_transposed_tiles(dp, shared.A.data, shared.z.data, m0);
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int row = m0 + fragment_row(j);
+          const int column = fragment_column(n, j);
+          dp[n][j] = column < row ? -dp[n][j] * gates.between(row, column) : 0.0f;
+          kk[n][j] = column < row ? gates.beta[row] * dp[n][j] * kk[n][j] : 0.0f;
+        }
+      }
+      sync_block();
+      if (key == 0) {
+        // Row sums minus column sums of the same matrix
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float sum = 0.0f;
+#pragma unroll
+          for (int n = 0; n < 8; ++n) sum += kk[n][2 * half] + kk[n][2 * half + 1];
+          sum = group_sum<4>(sum);
+          if ((lane_id() & 3) == 0) gate_sum[m0 + fragment_row(2 * half)] += sum;
+        }
+        for (int w = 0; w < kStageThreads / 32; ++w) {
+          sync_block();
+          if (w != warp_id()) continue;
+#pragma unroll
+          for (int n = 0; n < 8; ++n) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              float sum = kk[n][i] + kk[n][2 + i];
+              sum += shuffle_xor(sum, 4);
+              sum += shuffle_xor(sum, 8);
+              sum += shuffle_xor(sum, 16);
+              if (lane_id() < 4) gate_sum[fragment_column(n, i)] -= sum;
+            }
+          }
+        }
+      }
+      store_fragment<kP>(shared.z.data, m0, 0, dp);
+      load_tile<T, kRows>(shared.y.data, args.k, keys);
+      Window wide = keys;
+      wide.head = head;
+      load_tile<T, kRows>(shared.x.data, args.dw, wide);
+      wait();
+      // dP k: through beta, and to dk
+      float c[8][4];
+      clear(c);
+      multiply_tiles(c, shared.z.data, shared.y.data, m0);
+      float sums[2];
+      row_sums(sums, c, shared.y.data);
+      add_sums(beta_sum, sums, false, false);
+      // A^T dw
+      float zw[8][4];
+      clear(zw);
+      multiply_transposed_tiles(zw, shared.A.data, shared.x.data, m0);
+      row_sums(sums, zw, shared.y.data);
+      add_sums(beta_sum, sums, true, false);
+      add_sums(gate_sum, sums, true, true);
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int row = m0 + fragment_row(j);
+          dk[n][j] += gates.beta[row] * (c[n][j] + gates.decay[row] * zw[n][j]);
+        }
+      }
+      sync_block();
+      scale_y(false);
+      multiply_transposed_tiles(dk, shared.z.data, shared.y.data, m0);
+    }
+    sync_block();
+    store_product<T>(shared.x.data, dk, args.dk, keys, m0);
+  }
+  sync_block();
+  for (int i = static_cast<int>(threadIdx.x); i < args.group * kRows; i += kStageThreads) {
+    const int member = i / kRows;
+    const int row = i - member * kRows;
+    if (row >= chunk.length) continue;
+    const int64_t head = key_head * args.group + member;
+    args.db.store(args.db.offset(chunk.batch, chunk.token + row, head), beta_sums[i]);
+    if (args.dg) args.dg.store(args.dg.offset(chunk.batch, chunk.token + row, head), gate_sums[i]);
+  }
+}
+
+}  // namespace cula::gdn::cuda
