@@ -55,9 +55,12 @@ struct Results {
 
 enum class Mode { kForward, kTraining };  // without, with SavedTensors and backward
 
+enum class Values { kFiniteIfInputsAre, kAny };  // what results may hold
+
 // Runs the library. Each call gets a workspace of exactly the stated size; fails the test if a red zone was touched,
-// an input changed, or a result or saved tensor was left unwritten where the inputs are finite.
-Results run(const OperatorCase& c, const Operands& x, Mode mode = Mode::kTraining);
+// an input changed, or (with kFiniteIfInputsAre) a result is not finite, which poison that stayed is not either.
+Results run(const OperatorCase& c, const Operands& x, Mode mode = Mode::kTraining,
+            Values values = Values::kFiniteIfInputsAre);
 Results run_recurrent(const OperatorCase& c, const Operands& x);
 
 // The same results from the float64 reference, in float64.
@@ -65,6 +68,7 @@ Results run_reference(const OperatorCase& c, const Operands& x, Mode mode = Mode
 
 // Each result that both have, within the tolerance of the case's dtype.
 void expect_close(const OperatorCase& c, const Results& actual, const Results& expected);
+void expect_finite(const Results& r);
 void expect_same_bits(const Results& actual, const Results& expected);
 
 // run against run_reference.

@@ -200,12 +200,13 @@ Normalized l2norm(const Tensor& x) {
 
 Tensor l2norm_gradient(const Tensor& y, const Tensor& rstd, const Tensor& dy) {
   const int64_t D = y.shape().back();
-  return zeros(y.shape()).filled([&](int64_t i) {
-    const int64_t row = i / D;
+  const Tensor dx = zeros(y.shape());
+  for (int64_t row = 0; row < rstd.numel(); ++row) {
     double along = 0;
-    for (int64_t j = 0; j < D; ++j) along += dy.at(row * D + j) * y.at(row * D + j);
-    return rstd.at(row) * (dy.at(i) - y.at(i) * along);
-  });
+    for (int64_t i = row * D; i < (row + 1) * D; ++i) along += dy.at(i) * y.at(i);
+    for (int64_t i = row * D; i < (row + 1) * D; ++i) dx.set(i, rstd.at(row) * (dy.at(i) - y.at(i) * along));
+  }
+  return dx;
 }
 
 Tensor beta_sigmoid(const Tensor& x, double scale) {

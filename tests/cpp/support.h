@@ -47,6 +47,7 @@ class Tensor {
   const Shape& shape() const { return view_->shape; }
   const Shape& strides() const { return view_->strides; }
   int64_t numel() const;
+  bool is_dense() const { return view_->dense; }
 
   // Elements by their number in row-major order.
   double at(int64_t index) const;

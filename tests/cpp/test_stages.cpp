@@ -509,7 +509,7 @@ std::vector<StageCase> large_cases() {
   for (const DType dtype : {DType::kFloat64, DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
     for (const auto& [K, V] :
          {std::pair<int64_t, int64_t>{64, 64}, {128, 128}, {256, 96}, {96, 192}, {60, 100}, {8, 16}}) {
-      cases.push_back({.dtype = dtype, .H = 1, .HV = 3, .K = K, .V = V, .B = 1, .T = 130});
+      cases.push_back({.dtype = dtype, .H = 1, .HV = 2, .K = K, .V = V, .B = 1, .T = 90});
     }
     for (const int64_t T : {0, 1, 63, 64}) {
       cases.push_back({.dtype = dtype, .state_v_first = true, .H = 1, .HV = 1, .K = 32, .V = 48, .T = T});

@@ -22,15 +22,13 @@ inline constexpr Format16 kBFloat16Format = {7, 127};
 
 inline double decode(Format16 format, uint16_t bits) {
   const double sign = (bits & 0x8000) != 0 ? -1.0 : 1.0;
-  const int hidden = 1 << format.fraction_bits;
   const int magnitude = bits & 0x7fff;
   if (magnitude > format.infinity()) return std::numeric_limits<double>::quiet_NaN();
   if (magnitude == format.infinity()) return sign * std::numeric_limits<double>::infinity();
-  const int exponent = magnitude >> format.fraction_bits;
-  const int fraction = magnitude & (hidden - 1);
-  const int lowest = 1 - format.bias - format.fraction_bits;  // exponent of a subnormal's last place
-  return exponent == 0 ? sign * std::ldexp(fraction, lowest)
-                       : sign * std::ldexp(hidden + fraction, lowest + exponent - 1);
+  // As a float64 with the same exponent field, which is off by the difference of the biases: a power of two.
+  const double unbiased = std::bit_cast<double>(static_cast<uint64_t>(magnitude) << (52 - format.fraction_bits));
+  const double correction = std::bit_cast<double>(static_cast<uint64_t>(2 * 1023 - format.bias) << 52);
+  return sign * unbiased * correction;
 }
 
 inline uint16_t encode(Format16 format, double value) {
