@@ -19,9 +19,6 @@ if(NOT CMAKE_CUDA_COMPILER)
   message(STATUS "GPU backends: none (no nvcc)")
   return()
 endif()
-# With nvcc present, missing headers are an error even for AUTO: a build without GPU backends must be asked for.
-find_package(CutlassHeaders REQUIRED)
-
 # Architectures are passed per target below: CMake's own variable takes no "90a" in the oldest supported version.
 set(CMAKE_CUDA_ARCHITECTURES OFF)
 enable_language(CUDA)
@@ -47,7 +44,6 @@ endforeach()
 list(APPEND cuda_gencode "-gencode=arch=compute_${highest},code=compute_${highest}")
 
 add_library(cula_cuda_options INTERFACE)
-target_include_directories(cula_cuda_options SYSTEM INTERFACE "${CULA_CUTLASS_INCLUDE_DIR}")
 target_compile_definitions(cula_cuda_options INTERFACE CULA_WITH_CUDA)
 target_compile_options(
   cula_cuda_options
@@ -68,7 +64,10 @@ endfunction()
 cula_add_gpu_library(cula_gdn_cuda "${cuda_gencode}" ${cuda_sources})
 list(APPEND core_objects $<TARGET_OBJECTS:cula_gdn_cuda>)
 if(sm90_sources AND "90a" IN_LIST CULA_CUDA_ARCHS)
+  # Missing headers are an error even for AUTO: a build without these kernels must be asked for.
+  find_package(CutlassHeaders REQUIRED)
   cula_add_gpu_library(cula_gdn_sm90 "-gencode=arch=compute_90a,code=sm_90a" ${sm90_sources})
+  target_include_directories(cula_gdn_sm90 SYSTEM PRIVATE "${CULA_CUTLASS_INCLUDE_DIR}")
   list(APPEND core_objects $<TARGET_OBJECTS:cula_gdn_sm90>)
   target_compile_definitions(cula_cuda_options INTERFACE CULA_WITH_SM90)
   target_compile_definitions(cula_gdn_core PRIVATE CULA_WITH_SM90)
