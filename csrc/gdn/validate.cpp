@@ -125,10 +125,10 @@ class Checker {
     std::array<int64_t, kMaxDims> expected{};
     int count = 0;
     const auto add = [&](std::string_view letter) {
-      const char* separator = count == 0 ? "" : ", ";
+      const std::string_view separator = count == 0 ? "" : ", ";
       expected[count++] = size_of(letter);
-      shown += separator + std::string(letter);
-      sizes += separator + std::to_string(expected[count - 1]);
+      shown.append(separator).append(letter);
+      sizes.append(separator).append(std::to_string(expected[count - 1]));
     };
     while (!letters.empty()) {
       const size_t end = std::min(letters.find(' '), letters.size());

@@ -202,9 +202,13 @@ void value_head_gradients(const Plan& plan, const BackwardInputs& in, const Grad
     multiply<Policy>(s.worker, {n, columns, n}, transposed(s.A), s.X, s.dW, {.triangle = Triangle::kUpperA});
     multiply<Policy>(s.worker, {n, n, columns}, plain(s.dW), s.V_new_transposed, s.dL,
                      {.alpha = T(-1), .accumulate = add, .triangle = Triangle::kLowerC});
-    multiply<Policy>(s.worker, {n, key_dim, columns}, plain(s.dO), s.S_transposed, s.dO_S, {.accumulate = add});
-    multiply<Policy>(s.worker, {n, key_dim, columns}, plain(s.V_new), s.D_transposed, s.V_D, {.accumulate = add});
-    multiply<Policy>(s.worker, {n, key_dim, columns}, plain(s.dW), s.S_transposed, s.dW_S, {.accumulate = add});
+    // The gate's gradient is a small difference of products with the states: their operands are not rounded.
+    multiply<Unrounded<Policy>>(s.worker, {n, key_dim, columns}, plain(s.dO), s.S_transposed, s.dO_S,
+                                {.accumulate = add});
+    multiply<Unrounded<Policy>>(s.worker, {n, key_dim, columns}, plain(s.V_new), s.D_transposed, s.V_D,
+                                {.accumulate = add});
+    multiply<Unrounded<Policy>>(s.worker, {n, key_dim, columns}, plain(s.dW), s.S_transposed, s.dW_S,
+                                {.accumulate = add});
 
     for (int64_t row = 0; row < key_dim; ++row) state_product += dot_row(s.S.row(row), s.D.row(row), columns);
     for (int64_t i = 0; i < n; ++i) {

@@ -25,9 +25,6 @@ struct Worker {
     }
     pair_scratch = arena.take<uint32_t>(elements);
   }
-
-  // c = alpha a b (or c += with `accumulate`).
-  void multiply(const Product<T>& product) const { matmul<Policy>(product, pair_scratch); }
 };
 
 // X Y: an operand of a product, plain or transposed.
@@ -56,23 +53,30 @@ struct Update {
   Triangle triangle = Triangle::kNone;
 };
 
-// C = alpha A B or C += alpha A B; extent is (rows of C, columns of C, depth).
-template <class Policy, class T = typename Policy::Scalar>
-void multiply(const Worker<Policy>& worker, Extent extent, Factor<T> a, Tile<T> b, Tile<T> c, Update<T> update = {}) {
-  worker.multiply({.m = extent.m,
-                   .n = extent.n,
-                   .k = extent.k,
-                   .a = a.data,
-                   .a_row = a.row_stride,
-                   .a_col = a.column_stride,
-                   .b = b.data,
-                   .b_row = b.stride,
-                   .c = c.data,
-                   .c_row = c.stride,
-                   .alpha = update.alpha,
-                   .accumulate = update.accumulate,
-                   .triangle = update.triangle});
+// C = alpha A B or C += alpha A B; extent is (rows of C, columns of C, depth). The operands are rounded as Policy says,
+// which may be finer than the worker's own.
+template <class Policy, class WorkerPolicy, class T = typename Policy::Scalar>
+void multiply(const Worker<WorkerPolicy>& worker, Extent extent, Factor<T> a, Tile<T> b, Tile<T> c,
+              Update<T> update = {}) {
+  matmul<Policy>({.m = extent.m,
+                  .n = extent.n,
+                  .k = extent.k,
+                  .a = a.data,
+                  .a_row = a.row_stride,
+                  .a_col = a.column_stride,
+                  .b = b.data,
+                  .b_row = b.stride,
+                  .c = c.data,
+                  .c_row = c.stride,
+                  .alpha = update.alpha,
+                  .accumulate = update.accumulate,
+                  .triangle = update.triangle},
+                 worker.pair_scratch);
 }
+
+// The policy without rounding of operands.
+template <class Policy>
+using Unrounded = std::conditional_t<std::is_same_v<Policy, Bf16Pairs>, Float32, Policy>;
 
 // X_ij <- factor_i E_ij X_ij for j <= i (j < i if strict), 0 elsewhere. Selects, so that what lies outside may be
 // anything.
