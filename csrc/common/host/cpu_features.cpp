@@ -1,6 +1,8 @@
 #include "common/host/cpu_features.h"
 
 #include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <cstdlib>
 #include <cstring>
@@ -12,7 +14,16 @@ namespace cula {
 
 namespace {
 
-constexpr CpuIsa kAllIsas[] = {CpuIsa::kGeneric, CpuIsa::kAvx2, CpuIsa::kAvx512, CpuIsa::kAvx512Bf16};
+constexpr CpuIsa kAllIsas[] = {CpuIsa::kGeneric, CpuIsa::kAvx2, CpuIsa::kAvx512, CpuIsa::kAvx512Bf16, CpuIsa::kAmxBf16};
+
+#if defined(__x86_64__)
+// Linux gives a process the large tile state only when asked to.
+bool may_use_matrix_tiles() {
+  constexpr int kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
+  constexpr int kTileData = 18;               // XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+#endif
 
 CpuIsa detect() {
 #if defined(__x86_64__)
@@ -22,7 +33,9 @@ CpuIsa detect() {
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   if (!avx512) return CpuIsa::kAvx2;
-  return __builtin_cpu_supports("avx512bf16") ? CpuIsa::kAvx512Bf16 : CpuIsa::kAvx512;
+  if (!__builtin_cpu_supports("avx512bf16")) return CpuIsa::kAvx512;
+  const bool amx = __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") && may_use_matrix_tiles();
+  return amx ? CpuIsa::kAmxBf16 : CpuIsa::kAvx512Bf16;
 #else
   return CpuIsa::kGeneric;
 #endif
@@ -39,7 +52,7 @@ CpuIsa choose() {
     }
     return isa;
   }
-  throw_value_error("CULA_CPU_ISA: expected generic, avx2, avx512 or avx512_bf16, got ", wanted);
+  throw_value_error("CULA_CPU_ISA: expected generic, avx2, avx512, avx512_bf16 or amx_bf16, got ", wanted);
 }
 
 }  // namespace
@@ -50,7 +63,7 @@ CpuIsa cpu_isa() {
 }
 
 const char* cpu_isa_name(CpuIsa isa) {
-  constexpr const char* kNames[] = {"generic", "avx2", "avx512", "avx512_bf16"};
+  constexpr const char* kNames[] = {"generic", "avx2", "avx512", "avx512_bf16", "amx_bf16"};
   return kNames[static_cast<int>(isa)];
 }
 

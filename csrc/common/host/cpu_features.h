@@ -6,10 +6,10 @@
 namespace cula {
 
 // In ascending order; each includes the ones before it.
-enum class CpuIsa { kGeneric, kAvx2, kAvx512, kAvx512Bf16 };
+enum class CpuIsa { kGeneric, kAvx2, kAvx512, kAvx512Bf16, kAmxBf16 };
 
 // The best one of this machine, or a lesser one named by the environment variable CULA_CPU_ISA (read once): "generic",
-// "avx2", "avx512" or "avx512_bf16". A name that is unknown or beyond the machine throws cula::Error.
+// "avx2", "avx512", "avx512_bf16" or "amx_bf16". A name that is unknown or beyond the machine throws cula::Error.
 CpuIsa cpu_isa();
 
 const char* cpu_isa_name(CpuIsa isa);

@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "common/host/bf16_pairs.h"
+#include "common/host/matrix_tiles.h"
 #include "common/host/simd.h"
 
 namespace cula::CULA_ISA {
@@ -149,44 +151,61 @@ inline void run(const Product<T>& product, const Packed<Dot, T>& packed) {
 
 #if defined(__AVX512BF16__)
 
-inline uint32_t bf16_pair(float low, float high) {
-  const __m128bh pair = _mm_cvtneps_pbh(_mm_set_ps(0, 0, high, low));
-  return static_cast<uint32_t>(_mm_cvtsi128_si32(__m128i(pair)));
-}
-
-// 16 columns of two consecutive k rows as 16 pairs.
-inline Vec<uint32_t> bf16_pairs(__m512 low_row, __m512 high_row) {
-  typedef uint16_t Halves __attribute__((vector_size(32)));
-  const auto low = __builtin_convertvector(Halves(_mm512_cvtneps_pbh(low_row)), Vec<uint32_t>);
-  const auto high = __builtin_convertvector(Halves(_mm512_cvtneps_pbh(high_row)), Vec<uint32_t>);
-  return low | (high << 16);
-}
-
-// to[p / 2][j] = (from[p][j], from[p + 1][j]) for p even; `from` has unit stride along j. An odd last row is paired
-// with zero.
-inline void pack_pair_rows(const float* from, int64_t row_stride, int64_t rows, int64_t columns, uint32_t* to,
-                           int64_t to_row) {
-  for (int64_t p = 0; p < rows; p += 2) {
-    const float* low = from + p * row_stride;
-    for (int64_t j = 0; j < columns; j += 16) {
-      const __m512 high = p + 1 < rows ? _mm512_loadu_ps(low + row_stride + j) : _mm512_setzero_ps();
-      store(to + p / 2 * to_row + j, bf16_pairs(_mm512_loadu_ps(low + j), high));
+inline void multiply_pairs(const Product<float>& product, uint32_t* scratch) {
+#if defined(CULA_MATRIX_TILES)
+  // Everything in whole matrix tiles: the k steps that pad them are zero in both operands.
+  const int64_t pairs = (product.k + 1) / 2, depth = padded(pairs);
+  uint32_t* b_pairs = scratch;
+  uint32_t* a_pairs = scratch + depth * padded(product.n);
+  pack_pair_rows(product.b, product.b_row, product.k, padded(product.n), b_pairs, padded(product.n));
+  std::memset(b_pairs + pairs * padded(product.n), 0,
+              static_cast<size_t>((depth - pairs) * padded(product.n)) * sizeof(uint32_t));
+  if (product.a_col == 1) {
+    pack_pair_columns(product.a, product.a_row, product.m, product.k, a_pairs, depth);
+  } else {
+    pack_pair_columns_transposed(product.a, product.a_col, product.m, product.k, a_pairs, depth);
+  }
+  const MatrixTiles tiles;
+  for (int64_t row = 0; row < product.m; row += 2 * MatrixTiles::kSize) {
+    Depth range = depth_of(product.triangle, row, 2 * MatrixTiles::kSize, product.k);
+    range.begin = range.begin / 2 / MatrixTiles::kSize * MatrixTiles::kSize;
+    range.end = padded((range.end + 1) / 2);
+    const int64_t rows = std::min<int64_t>(2 * MatrixTiles::kSize, product.m - row);
+    for (int64_t column = 0; column < padded(product.n); column += 2 * MatrixTiles::kSize) {
+      if (product.triangle == Triangle::kLowerC && column >= row + rows) break;
+      const int64_t columns = std::min<int64_t>(2 * MatrixTiles::kSize, padded(product.n) - column);
+      alignas(64) float sum[2 * MatrixTiles::kSize][2 * MatrixTiles::kSize];
+      tiles.multiply(a_pairs + row * depth, depth, rows > MatrixTiles::kSize, b_pairs + column, padded(product.n),
+                     columns > MatrixTiles::kSize, range.begin, range.end, sum);
+      const Vec<float> factor = broadcast(product.alpha);
+      for (int64_t i = 0; i < rows; ++i) {
+        for (int64_t j = 0; j < columns; j += kLanes<float>) {
+          float* to = product.c + (row + i) * product.c_row + column + j;
+          const Vec<float> base = product.accumulate ? load(to) : Vec<float>{};
+          store(to, fma(factor, load(&sum[i][j]), base));
+        }
+      }
     }
   }
-}
-
-// to[i][p / 2] = (from[i][p], from[i][p + 1]); `from` has unit stride along p.
-inline void pack_pair_columns(const float* from, int64_t row_stride, int64_t rows, int64_t columns, uint32_t* to,
-                              int64_t to_row) {
-  for (int64_t i = 0; i < rows; ++i) {
-    const float* row = from + i * row_stride;
-    int64_t p = 0;
-    for (; p + 32 <= columns; p += 32) {
-      const __m512bh pairs = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(row + p + 16), _mm512_loadu_ps(row + p));
-      _mm512_storeu_si512(to + i * to_row + p / 2, __m512i(pairs));
-    }
-    for (; p < columns; p += 2) to[i * to_row + p / 2] = bf16_pair(row[p], p + 1 < columns ? row[p + 1] : 0.0f);
+#else
+  const int64_t pairs = (product.k + 1) / 2;
+  Packed<PairDot, float> packed;
+  packed.b = scratch;
+  packed.b_row = padded(product.n);
+  pack_pair_rows(product.b, product.b_row, product.k, padded(product.n), scratch, packed.b_row);
+  uint32_t* a_pairs = scratch + pairs * packed.b_row;
+  packed.a = a_pairs;
+  if (product.a_col == 1) {
+    packed.a_row = pairs + 1;  // off powers of two: 8 rows are read side by side
+    packed.a_col = 1;
+    pack_pair_columns(product.a, product.a_row, product.m, product.k, a_pairs, packed.a_row);
+  } else {
+    packed.a_row = 1;
+    packed.a_col = padded(product.m);
+    pack_pair_rows(product.a, product.a_col, product.k, padded(product.m), a_pairs, packed.a_col);
   }
+  run<PairDot, float>(product, packed);
+#endif
 }
 
 #endif
@@ -195,38 +214,23 @@ inline void pack_pair_columns(const float* from, int64_t row_stride, int64_t row
 
 // Scratch elements (uint32_t) that a product of Bf16Pairs operands needs beside its own tiles, at most.
 constexpr int64_t pair_scratch_elements(int64_t m, int64_t n, int64_t k) {
-  return (k + 1) / 2 * (padded(m) + padded(n)) + padded(m) * kColumnPadding + padded(k);
+  const int64_t rows = padded(m) + kColumnPadding;  // matrix tiles are read two at a time
+  return padded((k + 1) / 2) * (padded(n) + rows) + padded(m);
 }
 
 template <class Policy>
 inline void matmul(const Product<typename Policy::Scalar>& product, [[maybe_unused]] uint32_t* pair_scratch) {
   using T = typename Policy::Scalar;
-  using namespace matmul_detail;
-#if defined(__AVX512BF16__)
   if constexpr (std::is_same_v<Policy, Bf16Pairs>) {
-    const int64_t pairs = (product.k + 1) / 2;
-    Packed<PairDot, float> packed;
-    packed.b = pair_scratch;
-    packed.b_row = padded(product.n);
-    pack_pair_rows(product.b, product.b_row, product.k, padded(product.n), pair_scratch, packed.b_row);
-    uint32_t* a_pairs = pair_scratch + pairs * packed.b_row;
-    packed.a = a_pairs;
-    if (product.a_col == 1) {
-      packed.a_row = pairs + 1;  // off powers of two: 8 rows are read side by side
-      packed.a_col = 1;
-      pack_pair_columns(product.a, product.a_row, product.m, product.k, a_pairs, packed.a_row);
-    } else {
-      packed.a_row = 1;
-      packed.a_col = padded(product.m);
-      pack_pair_rows(product.a, product.a_col, product.k, padded(product.m), a_pairs, packed.a_col);
-    }
-    run<PairDot, float>(product, packed);
-    return;
-  }
+#if defined(__AVX512BF16__)
+    matmul_detail::multiply_pairs(product, pair_scratch);
 #else
-  static_assert(!std::is_same_v<Policy, Bf16Pairs>, "needs AVX-512 BF16");
+    static_assert(!std::is_same_v<Policy, Bf16Pairs>, "needs AVX-512 BF16");
 #endif
-  run<PlainDot<T>, T>(product, {product.a, product.a_row, product.a_col, product.b, product.b_row});
+  } else {
+    matmul_detail::run<matmul_detail::PlainDot<T>, T>(
+        product, {product.a, product.a_row, product.a_col, product.b, product.b_row});
+  }
 }
 
 }  // namespace cula::CULA_ISA

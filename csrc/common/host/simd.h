@@ -89,6 +89,30 @@ inline T horizontal_sum(Vec<T> value) {
   return lanes[0];
 }
 
+// The square of kLanes<T> vectors, transposed in place.
+template <class T>
+inline void transpose_square(Vec<T> (&rows)[kLanes<T>]) {
+  constexpr int kSize = kLanes<T>;
+  using Index = std::conditional_t<sizeof(T) == 4, int32_t, int64_t>;
+  typedef Index IndexVec __attribute__((vector_size(kVectorBytes)));
+  // Swaps the off-diagonal quarters of ever smaller squares.
+#pragma GCC unroll 4
+  for (int half = kSize / 2; half > 0; half /= 2) {
+    IndexVec upper, lower;
+    for (int lane = 0; lane < kSize; ++lane) {
+      upper[lane] = (lane & half) == 0 ? lane : kSize + lane - half;
+      lower[lane] = (lane & half) == 0 ? lane + half : kSize + lane;
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < kSize; ++i) {
+      if ((i & half) != 0) continue;
+      const Vec<T> first = rows[i], second = rows[i + half];
+      rows[i] = __builtin_shuffle(first, second, upper);
+      rows[i + half] = __builtin_shuffle(first, second, lower);
+    }
+  }
+}
+
 // 2^x. At most 2 ulp for results in the normal range; 0 below it, infinity above it, NaN for NaN. The polynomial is the
 // Taylor series of 2^f on |f| <= 1/2, whose remainder is below half an ulp at these degrees.
 template <class T>

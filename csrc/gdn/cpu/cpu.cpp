@@ -15,6 +15,7 @@ CULA_GDN_DECLARE_TABLE(generic)
 CULA_GDN_DECLARE_TABLE(avx2)
 CULA_GDN_DECLARE_TABLE(avx512)
 CULA_GDN_DECLARE_TABLE(avx512_bf16)
+CULA_GDN_DECLARE_TABLE(amx_bf16)
 #endif
 #undef CULA_GDN_DECLARE_TABLE
 
@@ -23,6 +24,8 @@ CULA_GDN_DECLARE_TABLE(avx512_bf16)
 const BackendTable& cpu_backend() {
 #if defined(__x86_64__)
   switch (cpu_isa()) {
+    case CpuIsa::kAmxBf16:
+      return cpu::amx_bf16::kTable;
     case CpuIsa::kAvx512Bf16:
       return cpu::avx512_bf16::kTable;
     case CpuIsa::kAvx512:

@@ -226,30 +226,12 @@ inline void fill_zero(Tile<T> tile, int64_t rows, int64_t columns) {
 template <class T>
 inline void transpose(Tile<T> from, int64_t rows, int64_t columns, Tile<T> to) {
   constexpr int kBlock = kLanes<T>;
-  using Index = std::conditional_t<sizeof(T) == 4, int32_t, int64_t>;
-  typedef Index IndexVec __attribute__((vector_size(kVectorBytes)));
-
   for (int64_t row = 0; row < rows; row += kBlock) {
     for (int64_t column = 0; column < columns; column += kBlock) {
       Vec<T> block[kBlock];
 #pragma GCC unroll 16
       for (int i = 0; i < kBlock; ++i) block[i] = row + i < rows ? load(from.row(row + i) + column) : Vec<T>{};
-        // Swaps the off-diagonal quarters of ever smaller squares.
-#pragma GCC unroll 4
-      for (int half = kBlock / 2; half > 0; half /= 2) {
-        IndexVec upper, lower;
-        for (int lane = 0; lane < kBlock; ++lane) {
-          upper[lane] = (lane & half) == 0 ? lane : kBlock + lane - half;
-          lower[lane] = (lane & half) == 0 ? lane + half : kBlock + lane;
-        }
-#pragma GCC unroll 16
-        for (int i = 0; i < kBlock; ++i) {
-          if ((i & half) != 0) continue;
-          const Vec<T> first = block[i], second = block[i + half];
-          block[i] = __builtin_shuffle(first, second, upper);
-          block[i + half] = __builtin_shuffle(first, second, lower);
-        }
-      }
+      transpose_square<T>(block);
       const int64_t live = std::min<int64_t>(kBlock, columns - column);
 #pragma GCC unroll 16
       for (int i = 0; i < kBlock; ++i) {
