@@ -41,8 +41,17 @@ CpuIsa detect() {
 #endif
 }
 
+}  // namespace
+
+CpuIsa best_cpu_isa() {
+  static const CpuIsa best = detect();
+  return best;
+}
+
+namespace {
+
 CpuIsa choose() {
-  const CpuIsa best = detect();
+  const CpuIsa best = best_cpu_isa();
   const char* wanted = std::getenv("CULA_CPU_ISA");
   if (wanted == nullptr || *wanted == '\0') return best;
   for (CpuIsa isa : kAllIsas) {

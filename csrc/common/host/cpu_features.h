@@ -12,6 +12,9 @@ enum class CpuIsa { kGeneric, kAvx2, kAvx512, kAvx512Bf16, kAmxBf16 };
 // "avx2", "avx512", "avx512_bf16" or "amx_bf16". A name that is unknown or beyond the machine throws cula::Error.
 CpuIsa cpu_isa();
 
+// The best one of this machine, whatever the environment says.
+CpuIsa best_cpu_isa();
+
 const char* cpu_isa_name(CpuIsa isa);
 std::string cpu_isa_name();  // of cpu_isa()
 
