@@ -288,7 +288,8 @@ double output_tolerance(DType dtype) {
   }
 }
 
-void expect_error(const std::function<void()>& call, const std::string& kind, const std::vector<std::string>& parts) {
+std::string expect_error(const std::function<void()>& call, const std::string& kind,
+                         const std::vector<std::string>& parts) {
   try {
     call();
   } catch (const Error& error) {
@@ -297,9 +298,10 @@ void expect_error(const std::function<void()>& call, const std::string& kind, co
       EXPECT_NE(std::string(error.what()).find(part), std::string::npos)
           << "'" << part << "' is not in the message: " << error.what();
     }
-    return;
+    return error.what();
   }
   ADD_FAILURE() << "no error, expected " << kind;
+  return "";
 }
 
 }  // namespace cula::test

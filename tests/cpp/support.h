@@ -120,7 +120,8 @@ inline double gradient_tolerance(DType dtype) { return 2 * output_tolerance(dtyp
 // float64 for float64, else float32: the type of states and statistics.
 inline DType stat_dtype(DType dtype) { return dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32; }
 
-// Fails unless `call` throws cula::Error of that kind with every part in its message.
-void expect_error(const std::function<void()>& call, const std::string& kind, const std::vector<std::string>& parts);
+// Fails unless `call` throws cula::Error of that kind with every part in its message, which is returned.
+std::string expect_error(const std::function<void()>& call, const std::string& kind,
+                         const std::vector<std::string>& parts);
 
 }  // namespace cula::test

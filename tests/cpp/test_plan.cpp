@@ -1,0 +1,191 @@
+// The plan as a pure function of a problem.
+#include <algorithm>
+#include <cmath>
+
+#include "operator_case.h"
+
+namespace cula::test {
+namespace {
+
+gdn::Problem problem_of(int64_t B, int64_t T) { return make_case(DType::kFloat32, B, T, 2, 4, 64, 96).problem; }
+
+// Chunks and sequences, found token by token.
+void check_ranges(const gdn::Problem& problem) {
+  const gdn::Plan plan = gdn::Plan::make(problem);
+  std::vector<std::pair<int64_t, int64_t>> sequences;  // begin, end on the flattened token axis
+  if (problem.sequence_offsets) {
+    for (size_t n = 0; n + 1 < problem.sequence_offsets->size(); ++n) {
+      sequences.emplace_back((*problem.sequence_offsets)[n], (*problem.sequence_offsets)[n + 1]);
+    }
+  } else {
+    for (int64_t b = 0; b < problem.batch; ++b) sequences.emplace_back(b * problem.tokens, (b + 1) * problem.tokens);
+  }
+  ASSERT_EQ(plan.sequences().size(), sequences.size());
+  EXPECT_EQ(problem.num_sequences(), static_cast<int64_t>(sequences.size()));
+  size_t next = 0;
+  for (size_t n = 0; n < sequences.size(); ++n) {
+    const gdn::SequenceRange& sequence = plan.sequences()[n];
+    EXPECT_EQ(sequence.begin, sequences[n].first);
+    EXPECT_EQ(sequence.length, sequences[n].second - sequences[n].first);
+    EXPECT_EQ(sequence.first_chunk, static_cast<int64_t>(next));
+    int64_t token = sequence.begin;
+    for (int64_t index = 0; token < sequences[n].second; ++index) {
+      ASSERT_LT(next, plan.chunks().size());
+      const gdn::ChunkRange& chunk = plan.chunks()[next++];
+      EXPECT_EQ(chunk.sequence, static_cast<int64_t>(n));
+      EXPECT_EQ(chunk.index, index);
+      EXPECT_EQ(chunk.begin, token);
+      EXPECT_EQ(chunk.length, std::min(problem.chunk_size, sequences[n].second - token));
+      token += chunk.length;
+    }
+    EXPECT_EQ(sequence.num_chunks, static_cast<int64_t>(next) - sequence.first_chunk);
+  }
+  EXPECT_EQ(next, plan.chunks().size());
+}
+
+TEST(Plan, RangesOfEqualLengths) {
+  for (const int64_t chunk_size : {16, 32, 64}) {
+    for (const int64_t B : {0, 1, 3}) {
+      for (const int64_t T : {0, 1, 15, 16, 63, 64, 65, 130}) {
+        gdn::Problem problem = problem_of(B, T);
+        problem.chunk_size = chunk_size;
+        check_ranges(problem);
+      }
+    }
+  }
+}
+
+TEST(Plan, RangesOfPackedSequences) {
+  for (const int64_t chunk_size : {16, 32, 64}) {
+    for (const std::vector<int64_t>& offsets :
+         {std::vector<int64_t>{0}, {0, 0}, {0, 0, 5, 5, 70, 134, 134}, {0, 1, 2, 3}, {0, 64, 128}, {0, 200}}) {
+      gdn::Problem problem = problem_of(1, 200);
+      problem.chunk_size = chunk_size;
+      problem.sequence_offsets = offsets;
+      check_ranges(problem);
+    }
+  }
+  Random random(1);
+  for (int round = 0; round < 20; ++round) {
+    std::vector<int64_t> offsets = {0};
+    for (int n = 0; n < 10; ++n) offsets.push_back(offsets.back() + static_cast<int64_t>(random.uniform(0, 100)));
+    gdn::Problem problem = problem_of(1, offsets.back() + 7);
+    problem.sequence_offsets = offsets;
+    check_ranges(problem);
+  }
+}
+
+TEST(Plan, Scale) {
+  gdn::Problem problem = problem_of(1, 10);
+  EXPECT_DOUBLE_EQ(gdn::Plan::make(problem).scale(), 0.125);
+  problem.key_dim = 100;
+  EXPECT_DOUBLE_EQ(gdn::Plan::make(problem).scale(), 0.1);
+  problem.scale = -3.5;
+  EXPECT_EQ(gdn::Plan::make(problem).scale(), -3.5);
+  problem.scale = 0;
+  EXPECT_EQ(gdn::Plan::make(problem).scale(), 0);
+}
+
+TEST(Plan, BackendOnTheCpu) {
+  gdn::Problem problem = problem_of(1, 10);
+  for (const gdn::Backend wanted : {gdn::Backend::kAuto, gdn::Backend::kCpu}) {
+    problem.backend = wanted;
+    EXPECT_EQ(gdn::Plan::make(problem).backend(), gdn::Backend::kCpu);
+  }
+#ifndef CULA_WITH_CUDA
+  problem.backend = gdn::Backend::kAuto;
+  problem.device = {kDLCUDA, 0};
+  expect_error([&] { gdn::Plan::make(problem); }, "RuntimeError", {"CUDA"});
+#endif
+}
+
+TEST(Plan, Threads) {
+  gdn::Problem problem = problem_of(1, 10);
+  EXPECT_GE(gdn::Plan::make(problem).num_threads(), 1);
+  problem.num_threads = 5;
+  EXPECT_EQ(gdn::Plan::make(problem).num_threads(), 5);
+}
+
+TEST(Plan, KeepsTheProblem) {
+  gdn::Problem problem = problem_of(1, 50);
+  problem.sequence_offsets = {{0, 20, 50}};
+  problem.use_gate = true;
+  const gdn::Plan plan = gdn::Plan::make(problem);
+  problem.tokens = 7;
+  problem.sequence_offsets.reset();
+  EXPECT_EQ(plan.problem().tokens, 50);
+  EXPECT_EQ(plan.problem().sequence_offsets, (std::vector<int64_t>{0, 20, 50}));
+  EXPECT_TRUE(plan.problem().use_gate);
+  const gdn::Plan copy = plan;
+  EXPECT_EQ(copy.chunks().size(), plan.chunks().size());
+}
+
+TEST(Plan, IsAPureFunction) {
+  const gdn::Problem problem = problem_of(3, 700);
+  const gdn::Plan first = gdn::Plan::make(problem), second = gdn::Plan::make(problem);
+  EXPECT_EQ(first.describe(), second.describe());
+  EXPECT_EQ(first.value_block(), second.value_block());
+  for (const bool saves : {false, true}) {
+    EXPECT_EQ(first.forward_workspace_bytes(saves), second.forward_workspace_bytes(saves));
+  }
+  EXPECT_EQ(first.backward_workspace_bytes(), second.backward_workspace_bytes());
+}
+
+TEST(Plan, ValueBlockCoversSomeColumns) {
+  for (const int64_t V : {1, 31, 32, 33, 64, 128, 512}) {
+    for (const int threads : {1, 2, 64}) {
+      gdn::Problem problem = problem_of(1, 100);
+      problem.value_dim = V;
+      problem.num_threads = threads;
+      const int64_t block = gdn::Plan::make(problem).value_block();
+      EXPECT_GE(block, 1);
+      EXPECT_LT(block, V + 64);
+    }
+  }
+}
+
+TEST(Plan, DescriptionTellsWhatWasDecided) {
+  gdn::Problem problem = problem_of(1, 130);
+  problem.dtype = to_dlpack(DType::kBFloat16);
+  problem.num_threads = 3;
+  const std::string text = gdn::Plan::make(problem).describe();
+  for (const char* part : {"cpu", "T=130", "K=64", "V=96", "HV=4", "bfloat16", "chunk=64", "threads: 3", "workspace"}) {
+    EXPECT_NE(text.find(part), std::string::npos) << part << " in:\n" << text;
+  }
+}
+
+// Byte counts far past 2^32 must not wrap: twice the tokens, about twice the workspace, or no more at all.
+TEST(Plan, WorkspaceOfVeryLargeProblems) {
+  for (const bool long_sequence : {true, false}) {
+    size_t forward[2], backward[2];
+    for (int i = 0; i < 2; ++i) {
+      gdn::Problem problem = make_case(DType::kFloat32, 1, 64, 16, 64, 256, 512).problem;
+      problem.num_threads = 2;
+      if (long_sequence) {
+        problem.tokens = int64_t{1} << (22 + i);
+      } else {
+        problem.batch = int64_t{1} << (16 + i);
+      }
+      const gdn::Plan plan = gdn::Plan::make(problem);
+      forward[i] = plan.forward_workspace_bytes(true);
+      backward[i] = plan.backward_workspace_bytes();
+    }
+    EXPECT_GE(forward[1], forward[0]);
+    EXPECT_LE(static_cast<double>(forward[1]), 2.1 * static_cast<double>(forward[0]));
+    EXPECT_GE(backward[1], backward[0]);
+    EXPECT_LE(static_cast<double>(backward[1]), 2.1 * static_cast<double>(backward[0]));
+  }
+}
+
+// A peak memory that a user can rely on: a few of the operand tensors, whatever the length (CASES 41).
+TEST(Plan, Case41_WorkspaceStaysBesideTheOperands) {
+  gdn::Problem problem = make_case(DType::kBFloat16, 1, 32768, 16, 32, 128, 128).problem;
+  problem.num_threads = 2;
+  const gdn::Plan plan = gdn::Plan::make(problem);
+  const size_t operands = 2 * 32768 * (2 * 16 * 128 + 32 * 128);  // q, k, v
+  EXPECT_LE(plan.forward_workspace_bytes(true), 8 * operands);
+  EXPECT_LE(plan.backward_workspace_bytes(), 16 * operands);
+}
+
+}  // namespace
+}  // namespace cula::test
