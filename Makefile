@@ -57,7 +57,7 @@ build: $(VENV)/.tools
 	$(bin)/cmake --build $(BUILD)
 
 test-cpp: build
-	$(bin)/ctest --test-dir $(BUILD) --output-on-failure
+	$(bin)/ctest --test-dir $(BUILD) --output-on-failure -j $(JOBS)
 
 test-python: $(VENV)/.package
 	$(bin)/pytest $(PYTEST_ARGS)
