@@ -6,6 +6,7 @@ rule for -inf gates: gamma restarts behind a reset, and a factor between rows th
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ def chunks_of(B: int, T: int, chunk_size: int, cu_seqlens: Tensor | None) -> lis
         spans = [(b, b, 0, T) for b in range(B)]
     else:
         ends = cu_seqlens.tolist()
-        spans = [(0, n, a, b) for n, (a, b) in enumerate(zip(ends, ends[1:]))]
+        spans = [(0, n, a, b) for n, (a, b) in enumerate(itertools.pairwise(ends))]
     found: list[Chunk] = []
     for row, sequence, begin, end in spans:
         first = 0 if cu_seqlens is None else len(found)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -45,7 +47,7 @@ def naive_gated_delta_rule(
         runs = [(slice(0, B), slice(0, T), slice(0, B))]
     else:
         ends = cu_seqlens.tolist()
-        runs = [(slice(0, 1), slice(a, b), slice(n, n + 1)) for n, (a, b) in enumerate(zip(ends, ends[1:]))]
+        runs = [(slice(0, 1), slice(a, b), slice(n, n + 1)) for n, (a, b) in enumerate(itertools.pairwise(ends))]
     outputs, states = [], []
     for rows, tokens, sequences in runs:
         S = q.new_zeros((rows.stop - rows.start, HV, K, V))

@@ -3,9 +3,20 @@
 import pytest
 import torch
 from support import (
-    ALL_FLAGS, FLAG_PAIRS, FLAGS, GATE, L2NORM, V_FIRST,
-    assert_identical, check, make_inputs, offsets, output_gradients, parametrize, run,
-)  # fmt: skip
+    ALL_FLAGS,
+    FLAG_PAIRS,
+    FLAGS,
+    GATE,
+    L2NORM,
+    V_FIRST,
+    assert_identical,
+    check,
+    make_inputs,
+    offsets,
+    output_gradients,
+    parametrize,
+    run,
+)
 
 from cula.gdn import chunk_gated_delta_rule, chunk_gdn, prepare_chunk_indices
 

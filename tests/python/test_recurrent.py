@@ -137,7 +137,7 @@ def test_missing_parts_are_named():
         fused_recurrent_gated_delta_rule(**{**inputs, "g": None}, **GATE, A_log=torch.zeros(1))
     with pytest.raises(ValueError, match=r"^beta: .*logits"):
         fused_recurrent_gated_delta_rule(**{**inputs, "beta": None}, **SIGMOID)
-    with pytest.raises(ValueError, match="^cu_seqlens_cpu: "):
+    with pytest.raises(ValueError, match=r"^cu_seqlens_cpu: "):
         fused_recurrent_gated_delta_rule(**inputs, cu_seqlens_cpu=torch.tensor([0, 3]))
     with pytest.raises(TypeError, match="unexpected keyword argument 'chunk_size'"):
         fused_recurrent_gated_delta_rule(**inputs, chunk_size=64)

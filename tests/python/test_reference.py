@@ -4,8 +4,17 @@ import pytest
 import torch
 from naive import naive_gated_delta_rule
 from support import (
-    ALL_FLAGS, FLAG_PAIRS, FLAGS, GATE, assert_accurate, make_inputs, oracle, output_gradients, parametrize, run,
-)  # fmt: skip
+    ALL_FLAGS,
+    FLAG_PAIRS,
+    FLAGS,
+    GATE,
+    assert_accurate,
+    make_inputs,
+    oracle,
+    output_gradients,
+    parametrize,
+    run,
+)
 
 from cula.gdn import reference_gated_delta_rule
 

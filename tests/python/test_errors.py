@@ -1,0 +1,430 @@
+"""Rejected calls: the exception's type, the argument that its text names, and that nothing was written."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+from support import GATE, SIGMOID, make_inputs, offsets, oracle, parametrize
+
+from cula.gdn import (
+    chunk_gated_delta_rule,
+    fused_recurrent_gated_delta_rule,
+    plan,
+    prepare_chunk_indices,
+    prepare_chunk_offsets,
+    reference_gated_delta_rule,
+    stages,
+)
+
+
+def valid(**sizes):
+    return make_inputs(**{"B": 2, "T": 70, "H": 2, "HV": 4, "K": 16, "V": 8, **sizes})
+
+
+def packed(lengths=(30, 0, 40), **changes):
+    return {**make_inputs(lengths=list(lengths), H=2, HV=4, K=16, V=8), **changes}
+
+
+def with_heads(heads, value_heads):
+    x = valid()
+    x["q"], x["k"] = (torch.randn(2, 70, heads, 16) for _ in range(2))
+    x["v"], x["g"], x["beta"] = torch.randn(2, 70, value_heads, 8), *(torch.randn(2, 70, value_heads) for _ in range(2))
+    x.pop("initial_state")
+    return x
+
+
+def context(cu_seqlens):
+    return types.SimpleNamespace(cu_seqlens=cu_seqlens)
+
+
+WITHOUT_STATE = valid(state=False)
+BIG_KEYS = make_inputs(1, 3, 1, 1, 257, 4)
+HALF_Q = valid()
+HALF_Q["q"] = HALF_Q["q"].half()
+
+# Arguments, exception and pattern, by name. SPEC section 5's rows first.
+REJECTED = {
+    "both_names_of_state_v_first": (
+        dict(valid(), transpose_state_layout=True, state_v_first=True),
+        ValueError,
+        "transpose_state_layout.*state_v_first",
+    ),
+    "case_32_q_and_k_heads": (
+        dict(valid(), k=torch.randn(2, 70, 1, 16)),
+        ValueError,
+        r"^k: expected shape .*H.*\[2, 70, 1",
+    ),
+    "case_32_4_into_6": (with_heads(4, 6), ValueError, "HV.*multiple.*H = 4, got HV = 6"),
+    "case_32_4_into_2": (with_heads(4, 2), ValueError, "HV.*multiple.*H = 4, got HV = 2"),
+    "head_first": (dict(valid(), head_first=False), DeprecationWarning, "head_first"),
+    "chunk_size": (dict(valid(), chunk_size=48), ValueError, "^chunk_size: expected 16, 32 or 64, got 48"),
+    "chunk_size_zero": (dict(valid(), chunk_size=0), ValueError, "^chunk_size: .* got 0"),
+    "chunk_size_negative": (dict(valid(), chunk_size=-64), ValueError, "^chunk_size: .* got -64"),
+    "case_51_cp_initial_state": (
+        dict(valid(), cp_context=context(offsets([70]))),
+        AssertionError,
+        "^initial_state: .*cp_context",
+    ),
+    "case_51_cp_final_state": (
+        dict(WITHOUT_STATE, cp_context=context(offsets([70])), output_final_state=True),
+        AssertionError,
+        "^output_final_state: .*cp_context",
+    ),
+    "cp_without_lengths": (dict(WITHOUT_STATE, cp_context=context(None)), AssertionError, "^cp_context: .*cu_seqlens"),
+    "case_27_batch_and_cu_seqlens": (
+        dict(valid(state=False), cu_seqlens=offsets([35, 35])),
+        ValueError,
+        "^cu_seqlens: .*batch size 1 .*flatten.*got 2",
+    ),
+    "case_26_number_of_states": (
+        packed(initial_state=torch.randn(2, 4, 16, 8)),
+        ValueError,
+        r"^initial_state: expected shape \[N.*\[3.*got \[2",
+    ),
+    "number_of_states_of_a_batch": (
+        dict(valid(), initial_state=torch.randn(1, 4, 16, 8)),
+        ValueError,
+        r"^initial_state: .*\[2, 4, 16, 8\], got \[1",
+    ),
+    "gate_without_A_log": (dict(valid(), **GATE), AssertionError, "^A_log: .*use_gate_in_kernel"),
+    "neg_eigval_alone": (
+        dict(valid(), allow_neg_eigval=True),
+        ValueError,
+        "^allow_neg_eigval: .*use_beta_sigmoid_in_kernel",
+    ),
+    "case_36_K_257": (BIG_KEYS, AssertionError, "K of at most 256, got 257"),
+    # An argument that would have no effect.
+    "A_log_alone": (dict(valid(), A_log=torch.zeros(4)), ValueError, "^A_log: .*use_gate_in_kernel"),
+    "dt_bias_alone": (dict(valid(), dt_bias=torch.zeros(4)), ValueError, "^dt_bias: .*use_gate_in_kernel"),
+    "unknown_keyword": (
+        dict(valid(), use_graph=True),
+        TypeError,
+        r"chunk_gated_delta_rule\(\) got an unexpected keyword argument 'use_graph'",
+    ),
+    "cu_seqlens_cpu_alone": (dict(valid(), cu_seqlens_cpu=offsets([70])), ValueError, "^cu_seqlens_cpu: .*cu_seqlens"),
+    "chunk_indices_alone": (
+        dict(valid(), chunk_indices=torch.zeros(2, 2, dtype=torch.int64)),
+        ValueError,
+        "^chunk_indices: .*cu_seqlens",
+    ),
+    # Lengths.
+    "case_26_ends_behind_T": (packed(cu_seqlens=torch.tensor([0, 192])), ValueError, "^cu_seqlens: .*T = 70, got 192"),
+    "case_26_descending": (
+        packed(cu_seqlens=torch.tensor([0, 50, 40, 70])),
+        ValueError,
+        "^cu_seqlens: .*ascending.*50 before 40",
+    ),
+    "case_26_does_not_start_at_0": (
+        packed(cu_seqlens=torch.tensor([5, 70])),
+        ValueError,
+        "^cu_seqlens: .*start at 0, got 5",
+    ),
+    "case_26_empty": (packed(cu_seqlens=torch.tensor([], dtype=torch.int64)), ValueError, r"^cu_seqlens: .*N \+ 1"),
+    "cu_seqlens_shape": (
+        packed(cu_seqlens=torch.tensor([[0, 70]])),
+        ValueError,
+        r"^cu_seqlens: .*one dimension.*\[1, 2\]",
+    ),
+    "cu_seqlens_dtype": (
+        packed(cu_seqlens=torch.tensor([0.0, 70.0])),
+        TypeError,
+        "^cu_seqlens: .*int32 or int64, got float32",
+    ),
+    "host_lengths_differ": (
+        packed(cu_seqlens_cpu=offsets([30, 1, 39])),
+        ValueError,
+        "^cu_seqlens_cpu: expected the values",
+    ),
+    "host_lengths_shape": (packed(cu_seqlens_cpu=offsets([30, 40])), ValueError, "^cu_seqlens_cpu: expected the shape"),
+    "chunk_indices_rows": (
+        packed(chunk_indices=prepare_chunk_indices(offsets([30, 0, 40]), 16)),
+        ValueError,
+        r"^chunk_indices: .*\[NT, 2\] = \[2, 2\]",
+    ),
+    "chunk_indices_values": (
+        packed(chunk_indices=torch.tensor([[0, 0], [1, 0]])),
+        ValueError,
+        r"^chunk_indices: expected \(2, 0\) in row 1 .*got \(1, 0\)",
+    ),
+    "chunk_indices_dtype": (packed(chunk_indices=torch.zeros(2, 2)), TypeError, "^chunk_indices: .*int32 or int64"),
+    # Shapes and dtypes.
+    "q_dimensions": (
+        dict(valid(), q=torch.randn(2, 70, 16)),
+        ValueError,
+        r"^q: expected shape \[B, T, H, K\], got \[2, 70, 16\]",
+    ),
+    "v_dimensions": (
+        dict(valid(), v=torch.randn(70, 8)),
+        ValueError,
+        r"^v: expected shape \[B, T, HV, V\], got \[70, 8\]",
+    ),
+    "k_dim": (
+        dict(valid(), k=torch.randn(2, 70, 2, 8)),
+        ValueError,
+        r"^k: expected shape \[B, T, H, K\] = \[2, 70, 2, 16\], got",
+    ),
+    "v_tokens": (dict(valid(), v=torch.randn(2, 69, 4, 8)), ValueError, r"^v: .*\[2, 70, 4, 8\], got \[2, 69"),
+    "g_shape": (dict(valid(), g=torch.randn(2, 70, 2)), ValueError, r"^g: .*\[2, 70, 4\], got \[2, 70, 2\]"),
+    "beta_per_channel": (dict(valid(), beta=torch.rand(2, 70, 4, 8)), ValueError, r"^beta: .*\[2, 70, 4\], got"),
+    "A_log_elements": (dict(valid(), A_log=torch.zeros(3), **GATE), ValueError, "^A_log: .*HV = 4 elements"),
+    "dt_bias_elements": (
+        dict(valid(), A_log=torch.zeros(4), dt_bias=torch.zeros(8), **GATE),
+        ValueError,
+        "^dt_bias: .*HV = 4 elements",
+    ),
+    "case_34_state_layout": (
+        dict(valid(), state_v_first=True),
+        ValueError,
+        r"^initial_state: .*\[N, HV, V, K\] = \[2, 4, 8, 16\], got \[2, 4, 16, 8\]",
+    ),
+    "case_45_q_half": (HALF_Q, TypeError, "^k: expected float16 .*q, k and v.*got float32"),
+    "case_45_v_bfloat16": (
+        dict(valid(), v=valid()["v"].bfloat16()),
+        TypeError,
+        "^v: expected float32 .*q, k and v.*got bfloat16",
+    ),
+    "integer_g": (
+        dict(valid(), g=torch.zeros(2, 70, 4, dtype=torch.int32)),
+        TypeError,
+        "^g: expected float64, float32, bfloat16 or float16, got int32",
+    ),
+    "integer_q": (
+        dict(valid(), **{n: torch.zeros(2, 70, 2, 16, dtype=torch.int64) for n in "qk"}),
+        TypeError,
+        "^q: expected float64, .*int64",
+    ),
+    "complex_q": (dict(valid(), q=torch.zeros(2, 70, 2, 16, dtype=torch.complex64)), TypeError, "q"),
+    "beta_none": (dict(valid(), beta=None), TypeError, "^beta: expected a tensor, got NoneType"),
+    "raw_gate_none": (dict(valid(), g=None, A_log=torch.zeros(4), **GATE), ValueError, "^g: .*use_gate_in_kernel"),
+    "no_heads": (with_heads(0, 0), ValueError, "H = 0"),
+    # Backends and devices.
+    "unknown_backend": (dict(valid(), backend="tpu"), ValueError, "^backend: expected auto, cpu, cuda .*got tpu"),
+    "wrong_backend": (dict(valid(), backend="cuda"), ValueError, "^backend: expected auto or cpu .*got cuda"),
+}
+
+
+@parametrize(case=REJECTED)
+@pytest.mark.parametrize("needs_gradient", [False, True])
+def test_rejected_call(case, needs_gradient):
+    arguments, exception, pattern = case
+    before = {n: x.clone() for n, x in arguments.items() if isinstance(x, torch.Tensor)}
+    arguments = dict(arguments)
+    if needs_gradient:
+        arguments["v"] = arguments["v"].clone().requires_grad_()
+    with pytest.raises(exception, match=pattern) as caught:
+        chunk_gated_delta_rule(**arguments)
+    assert type(caught.value) is exception
+    for name, x in before.items():
+        assert torch.equal(arguments[name], x)
+
+
+def test_rejected_backward_names_the_gradient():
+    x = make_inputs(1, 9, 1, 1, 4, 4)
+    inputs = [x[n] for n in ("q", "k", "v", "g", "beta")]
+    _, _, A, *norms = torch.ops.cula_gdn.chunk_forward(
+        *inputs, None, None, None, None, None, None, False, True, None, 64, False, False, False, False, False, "auto"
+    )
+    for do, pattern in ((torch.zeros(1, 9, 1, 5), "^do: expected shape"), (torch.zeros(1, 9, 1, 4).int(), "^do: ")):
+        with pytest.raises((ValueError, TypeError), match=pattern):
+            torch.ops.cula_gdn.chunk_backward(
+                do, None, *inputs, None, None, None, None, None, A, *norms, [True] * 5 + [False] * 3,
+                None, 64, False, False, False, False, False, "auto",
+            )  # fmt: skip
+
+
+class _Spy:
+    """Stands in for a function of the compiled library and keeps the outputs of rejected calls."""
+
+    def __init__(self, function, outputs):
+        self.function, self.outputs, self.seen = function, outputs, []
+
+    def __call__(self, *arguments):
+        for x in arguments[self.outputs]:
+            if x is not None:
+                x.fill_(7)
+                self.seen.append(x)
+        return self.function(*arguments)
+
+
+@parametrize(
+    name=["case_26_ends_behind_T", "g_shape", "case_34_state_layout", "case_45_v_bfloat16", "chunk_indices_values"]
+)
+def test_rejected_call_writes_nothing(name, monkeypatch):
+    from cula.gdn import _native
+
+    spy = _Spy(_native.forward, slice(8, 15))
+    monkeypatch.setattr(_native, "forward", spy)
+    arguments, exception, _ = REJECTED[name]
+    arguments = {**arguments, "output_final_state": True, "v": arguments["v"].clone().requires_grad_()}
+    with pytest.raises(exception):
+        chunk_gated_delta_rule(**arguments)
+    assert len(spy.seen) == 3  # o, final state, A
+    assert all((x == 7).all() for x in spy.seen)
+
+
+# The other functions ------------------------------------------------------------------------------------------------
+
+
+@parametrize(
+    name=[
+        "case_32_4_into_6",
+        "case_27_batch_and_cu_seqlens",
+        "case_26_number_of_states",
+        "case_36_K_257",
+        "neg_eigval_alone",
+        "case_26_ends_behind_T",
+        "g_shape",
+        "case_45_v_bfloat16",
+        "A_log_alone",
+        "wrong_backend",
+    ]
+)
+def test_decoding_rejects_the_same(name):
+    arguments, exception, pattern = REJECTED[name]
+    with pytest.raises(exception, match=pattern):
+        fused_recurrent_gated_delta_rule(**arguments)
+
+
+@parametrize(
+    name=[
+        "case_32_4_into_6",
+        "case_27_batch_and_cu_seqlens",
+        "case_26_number_of_states",
+        "neg_eigval_alone",
+        "case_26_ends_behind_T",
+        "case_26_descending",
+        "g_shape",
+        "A_log_alone",
+        "gate_without_A_log",
+        "q_dimensions",
+        "integer_g",
+        "k_dim",
+    ]
+)
+def test_the_reference_rejects_the_same(name):
+    arguments, exception, _ = REJECTED[name]
+    with pytest.raises(exception, match=r"^[\w, ]+: "):
+        reference_gated_delta_rule(**arguments)
+
+
+def _stage(name, *args, **kwargs):
+    return lambda: getattr(stages, name)(*args, **kwargs)
+
+
+K = torch.randn(1, 20, 2, 8)
+V = torch.randn(1, 20, 4, 6)
+G = torch.randn(1, 20, 4)
+A = torch.randn(1, 20, 4, 64)
+W = torch.randn(1, 20, 4, 8)
+H = torch.randn(1, 1, 4, 8, 6)
+
+REJECTED_STAGES = {
+    "l2norm_eps": (_stage("l2norm_fwd", K, eps=1e-5), ValueError, "^eps: expected 1e-06, got 1e-05"),
+    "l2norm_bwd_shape": (_stage("l2norm_bwd", K, G, K), ValueError, "^rstd: expected the leading shape"),
+    "l2norm_integers": (_stage("l2norm_fwd", K.int()), TypeError, "^(x|q): expected float64"),
+    "cumsum_head_first": (_stage("chunk_local_cumsum", G, 64, head_first=False), DeprecationWarning, "head_first"),
+    "cumsum_unknown": (_stage("chunk_local_cumsum", G, 64, foo=1), TypeError, "'foo'"),
+    "cumsum_per_channel": (_stage("chunk_local_cumsum", V, 64), ValueError, r"^g: expected shape \[B, T, HV\]"),
+    "cumsum_use_graph": (_stage("chunk_local_cumsum", G, 64, use_graph=True), ValueError, "^use_graph: "),
+    "cumsum_chunk_size": (_stage("chunk_local_cumsum", G, 20), ValueError, "^chunk_size: "),
+    "gate_elements": (_stage("gdn_gate_fwd", G, torch.zeros(3)), ValueError, "^A_log: .*HV = 4"),
+    "kkt_without_beta": (_stage("chunk_scaled_dot_kkt_fwd", K), TypeError, "^beta: expected a tensor, got NoneType"),
+    "kkt_g_shape": (_stage("chunk_scaled_dot_kkt_fwd", K, G[:, :5], G), ValueError, "^g: expected shape"),
+    "solve_columns": (_stage("solve_tril", torch.zeros(1, 20, 4, 24)), ValueError, "^chunk_size: .*got 24"),
+    "intra_without_beta": (_stage("chunk_gated_delta_rule_fwd_intra", K, V, G), ValueError, "^beta: expected a tensor"),
+    "intra_chunk_size": (
+        _stage("chunk_gated_delta_rule_fwd_intra", K, V, G, G, chunk_size=-1),
+        ValueError,
+        "^chunk_size: ",
+    ),
+    "w_u_dtype": (_stage("recompute_w_u_fwd", K, V, G, A.bfloat16()), TypeError, "^A: expected float32"),
+    "fwd_h_gk": (_stage("chunk_gated_delta_rule_fwd_h", K, W, V, gk=W), ValueError, "^gk: "),
+    "fwd_h_offsets": (
+        _stage("chunk_gated_delta_rule_fwd_h", K, W, V, cu_seqlens=offsets([20]), chunk_offsets=torch.tensor([0, 2])),
+        ValueError,
+        r"^chunk_offsets: expected \[0, 1\], got \[0, 2\]",
+    ),
+    "fwd_h_offsets_alone": (
+        _stage("chunk_gated_delta_rule_fwd_h", K, W, V, chunk_offsets=torch.tensor([0, 1])),
+        ValueError,
+        "^chunk_offsets: ",
+    ),
+    "fwd_h_indices": (
+        _stage("chunk_gated_delta_rule_fwd_h", K, W, V, cu_seqlens=offsets([20]), chunk_indices=torch.tensor([[0, 1]])),
+        ValueError,
+        "^chunk_indices: ",
+    ),
+    "fwd_h_big_K": (
+        _stage(
+            "chunk_gated_delta_rule_fwd_h",
+            torch.zeros(1, 2, 1, 300),
+            torch.zeros(1, 2, 1, 300),
+            torch.zeros(1, 2, 1, 4),
+        ),
+        AssertionError,
+        "K of at most 256",
+    ),
+    "fwd_o_g_gamma": (_stage("chunk_fwd_o", K, K, V, H, g_gamma=G), ValueError, "^g_gamma: "),
+    "fwd_o_h_layout": (_stage("chunk_fwd_o", K, K, V, H, state_v_first=True), ValueError, "^h: expected shape .*V, K"),
+    "dv_local_A": (_stage("chunk_bwd_dv_local", K, K, V, A=A), ValueError, "^A: "),
+    "dhu_use_graph": (
+        _stage("chunk_gated_delta_rule_bwd_dhu", K, K, W, V, V, use_graph=True),
+        ValueError,
+        "^use_graph: ",
+    ),
+    "dhu_dht": (_stage("chunk_gated_delta_rule_bwd_dhu", K, K, W, V, V, dht=H), ValueError, "^dht: expected shape"),
+    "dqkwg_without_w": (_stage("chunk_bwd_dqkwg", K, K, V, V, H, H, dv=V), TypeError, "^w: expected a tensor"),
+    "dqkwg_without_dv": (_stage("chunk_bwd_dqkwg", K, K, V, V, H, H, w=W), TypeError, "^dv: expected a tensor"),
+    "wy_A": (_stage("prepare_wy_repr_bwd", K, V, G, A[0], W, V), ValueError, r"^A: expected shape \[B, T, HV, C\]"),
+}
+
+
+@parametrize(case=REJECTED_STAGES)
+def test_rejected_stage(case):
+    call, exception, pattern = case
+    with pytest.raises(exception, match=pattern) as caught:
+        call()
+    assert type(caught.value) is exception
+
+
+def test_rejected_plans_and_tables():
+    with pytest.raises(ValueError, match="HV = 3"):
+        plan(1, 10, 2, 3, 16, 16)
+    with pytest.raises(AssertionError, match="256"):
+        plan(1, 10, 1, 1, 512, 16)
+    with pytest.raises(ValueError, match=r"^device: "):
+        plan(1, 10, 1, 1, 16, 16, device="meta")
+    with pytest.raises(TypeError, match="int32"):
+        plan(1, 10, 1, 1, 16, 16, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"^cu_seqlens: "):
+        prepare_chunk_indices(torch.zeros(2, 2, dtype=torch.int64), 64)
+    with pytest.raises(ValueError, match=r"^chunk_size: "):
+        prepare_chunk_offsets(offsets([3]), 0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a build and a machine without CUDA")
+def test_case_61_a_gpu_is_named_when_it_is_missing():
+    with pytest.raises(RuntimeError, match="cpu backend only"):
+        plan(1, 10, 1, 1, 16, 16, device="cuda")
+
+
+def test_no_device_memory_is_named():
+    inputs = {n: x.to("meta") for n, x in valid(state=False).items()}
+    o, _ = chunk_gated_delta_rule(**inputs)  # shapes only, as torch's own operators do
+    assert o.shape == (2, 70, 4, 8)
+    assert o.is_meta
+
+
+def test_case_17_no_gate_is_a_gate_of_zeros():
+    inputs = valid()
+    zero = {**inputs, "g": torch.zeros(2, 70, 4)}
+    none = {**inputs, "g": None}
+    assert torch.equal(chunk_gated_delta_rule(**none)[0], chunk_gated_delta_rule(**zero)[0])
+
+
+def test_sigmoid_of_a_given_beta_is_not_assumed():
+    inputs = valid()
+    assert not torch.equal(chunk_gated_delta_rule(**inputs, **SIGMOID)[0], chunk_gated_delta_rule(**inputs)[0])
+    assert oracle(inputs, **SIGMOID)["o"].dtype == torch.float64
