@@ -5,12 +5,14 @@
 # make clean    remove what was built; .venv stays (make distclean removes it too)
 #
 # Needs g++, make and Python 3.10 or newer with venv; everything else comes from PyPI into .venv. Settings:
-# PYTHON (interpreter to start from), VENV, BUILD (folders), JOBS, CMAKE_ARGS, DEMO_ARGS, PYTEST_ARGS.
+# PYTHON (interpreter to start from), VENV, BUILD (folders), JOBS, CULA_CUDA (AUTO: GPU code where nvcc is found, or OFF),
+# CMAKE_ARGS, DEMO_ARGS, PYTEST_ARGS.
 
 PYTHON ?= python3
 VENV ?= .venv
 BUILD ?= build
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+CULA_CUDA ?= AUTO
 CMAKE_ARGS ?=
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
@@ -19,6 +21,7 @@ bin := $(abspath $(VENV))/bin
 export PATH := $(bin):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
+export CULA_CUDA  # read by the wheel's build too
 
 # What the installed package is made of.
 sources := $(shell find cmake csrc cula tools/build_backend.py -type f -not -name '*.pyc' -not -name '*.so' 2>/dev/null)
@@ -52,8 +55,8 @@ $(VENV)/.package: $(VENV)/.tools CMakeLists.txt $(sources)
 
 # ---- build and test ------------------------------------------------------------------------------------------------
 build: $(VENV)/.tools
-	$(bin)/cmake -S . -B $(BUILD) -G Ninja -DCULA_BUILD_TESTS=ON -DPython3_EXECUTABLE=$(bin)/python \
-	  -DCMAKE_BUILD_TYPE=Release $(CMAKE_ARGS)
+	$(bin)/cmake -S . -B $(BUILD) -G Ninja -DCULA_BUILD_TESTS=ON -DCULA_CUDA=$(CULA_CUDA) \
+	  -DPython3_EXECUTABLE=$(bin)/python -DCMAKE_BUILD_TYPE=Release $(CMAKE_ARGS)
 	$(bin)/cmake --build $(BUILD)
 
 test-cpp: build
