@@ -1,9 +1,11 @@
 // The operator against the float64 reference: sizes, lengths, flags, layouts, and what must not change a bit.
 #include <atomic>
 #include <limits>
+#include <numbers>
 #include <thread>
 
 #include "operator_case.h"
+#include "stage_formulas.h"
 
 namespace cula::test {
 namespace {
@@ -227,6 +229,46 @@ TEST(Operator, TypesOfGateBetaStateAndGradients) {
       }
     }
   }
+}
+
+// The tensors that forward saves are those of the stages, so that either may read what the other wrote.
+TEST(Operator, SavedTensorsAreThoseOfTheStages) {
+  for (const DType dtype : kAllTypes) {
+    for (const bool packed : {false, true}) {
+      OperatorCase c = make_case(dtype, packed ? 1 : 2, 90, 1, 3, 32, 16);
+      if (packed) c.problem.sequence_offsets = {{0, 5, 5, 70, 80}};
+      c.problem.use_qk_l2norm = c.problem.use_gate = c.problem.use_beta_sigmoid = c.problem.allow_neg_eigval = true;
+      const Operands x = make_operands(c);
+      const Results r = run(c, x);
+      const gdn::Plan plan = gdn::Plan::make(c.problem);
+      const double tolerance = output_tolerance(dtype);
+      const formulas::Normalized q = formulas::l2norm(x.q), k = formulas::l2norm(x.k);
+      const int64_t live = packed ? 80 : 90;
+      const auto tokens = [&](const Tensor& t) { return t.slice(1, 0, live); };
+      EXPECT_TRUE(close(tokens(r.q_normalized), tokens(q.y), tolerance));
+      EXPECT_TRUE(close(tokens(r.k_normalized), tokens(k.y), tolerance));
+      EXPECT_TRUE(close(tokens(r.q_rstd), tokens(q.rstd), output_tolerance(stat_dtype(dtype))));
+      EXPECT_TRUE(close(tokens(r.k_rstd), tokens(k.rstd), output_tolerance(stat_dtype(dtype))));
+      const Tensor log_decay = formulas::gate(plan, x.g, x.A_log, x.dt_bias);
+      const Tensor gamma = formulas::local_cumsum(plan, log_decay, 1 / std::numbers::ln2, false);
+      const Tensor beta = formulas::beta_sigmoid(x.beta, 2);
+      const Tensor A = formulas::inverse(plan, formulas::scaled_dot_kkt(plan, k.y, gamma, beta));
+      EXPECT_TRUE(close(tokens(r.A), tokens(A), tolerance)) << "with zeros past each chunk";
+    }
+  }
+}
+
+// DESIGN section 6: the error of the widely used implementation on a GPU for this input, to be met or beaten.
+TEST(Operator, Bf16ErrorIsAtMostTheBaselines) {
+  const OperatorCase c = make_case(DType::kBFloat16, 1, 512, 2, 2, 128, 128);
+  const Operands x = make_operands(c);
+  const Results r = run(c, x), expected = run_reference(c, x);
+  EXPECT_LE(relative_error(r.o, expected.o), 3.5e-3);
+  EXPECT_LE(relative_error(r.dq, expected.dq), 3.8e-3);
+  EXPECT_LE(relative_error(r.dk, expected.dk), 4.2e-3);
+  EXPECT_LE(relative_error(r.dv, expected.dv), 3.5e-3);
+  EXPECT_LE(relative_error(r.dg, expected.dg), 3.2e-3);
+  EXPECT_LE(relative_error(r.dbeta, expected.dbeta), 2.8e-3);
 }
 
 TEST(Operator, UnwantedGradientsDoNotMatterToTheOthers) {
