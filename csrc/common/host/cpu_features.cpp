@@ -10,6 +10,11 @@
 
 #include "common/host/error.h"
 
+// Which instruction sets this build has kernels for: one bit each, in the order of CpuIsa.
+#ifndef CULA_ISA_MASK
+#define CULA_ISA_MASK 0x1f
+#endif
+
 namespace cula {
 
 namespace {
@@ -25,7 +30,7 @@ bool may_use_matrix_tiles() {
 }
 #endif
 
-CpuIsa detect() {
+CpuIsa detect_processor() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
@@ -43,8 +48,14 @@ CpuIsa detect() {
 
 }  // namespace
 
+bool built_for(CpuIsa isa) { return (CULA_ISA_MASK >> static_cast<int>(isa) & 1) != 0; }
+
 CpuIsa best_cpu_isa() {
-  static const CpuIsa best = detect();
+  static const CpuIsa best = [] {
+    CpuIsa isa = detect_processor();
+    while (!built_for(isa)) isa = static_cast<CpuIsa>(static_cast<int>(isa) - 1);  // generic is always there
+    return isa;
+  }();
   return best;
 }
 
@@ -59,6 +70,7 @@ CpuIsa choose() {
     if (isa > best) {
       throw_value_error("CULA_CPU_ISA: ", wanted, " is beyond this processor, whose best is ", cpu_isa_name(best));
     }
+    if (!built_for(isa)) throw_value_error("CULA_CPU_ISA: this build has no kernels for ", wanted);
     return isa;
   }
   throw_value_error("CULA_CPU_ISA: expected generic, avx2, avx512, avx512_bf16 or amx_bf16, got ", wanted);

@@ -8,12 +8,15 @@ namespace cula {
 // In ascending order; each includes the ones before it.
 enum class CpuIsa { kGeneric, kAvx2, kAvx512, kAvx512Bf16, kAmxBf16 };
 
-// The best one of this machine, or a lesser one named by the environment variable CULA_CPU_ISA (read once): "generic",
-// "avx2", "avx512", "avx512_bf16" or "amx_bf16". A name that is unknown or beyond the machine throws cula::Error.
-CpuIsa cpu_isa();
+// Whether this build has kernels for it.
+bool built_for(CpuIsa isa);
 
-// The best one of this machine, whatever the environment says.
+// The best one that this machine has and this build has kernels for.
 CpuIsa best_cpu_isa();
+
+// That, or a lesser one named by the environment variable CULA_CPU_ISA (read once): "generic", "avx2", "avx512",
+// "avx512_bf16" or "amx_bf16". A name that is unknown, beyond the machine or not in the build throws cula::Error.
+CpuIsa cpu_isa();
 
 const char* cpu_isa_name(CpuIsa isa);
 std::string cpu_isa_name();  // of cpu_isa()

@@ -2,6 +2,11 @@
 #include "common/host/cpu_features.h"
 #include "gdn/backend.h"
 
+// As in cpu_features.cpp.
+#ifndef CULA_ISA_MASK
+#define CULA_ISA_MASK 0x1f
+#endif
+
 namespace cula::gdn {
 
 namespace cpu {
@@ -11,32 +16,35 @@ namespace cpu {
   extern const BackendTable kTable; \
   }
 CULA_GDN_DECLARE_TABLE(generic)
-#if defined(__x86_64__)
 CULA_GDN_DECLARE_TABLE(avx2)
 CULA_GDN_DECLARE_TABLE(avx512)
 CULA_GDN_DECLARE_TABLE(avx512_bf16)
 CULA_GDN_DECLARE_TABLE(amx_bf16)
-#endif
 #undef CULA_GDN_DECLARE_TABLE
 
 }  // namespace cpu
 
 const BackendTable& cpu_backend() {
-#if defined(__x86_64__)
   switch (cpu_isa()) {
+#if CULA_ISA_MASK & 16
     case CpuIsa::kAmxBf16:
       return cpu::amx_bf16::kTable;
+#endif
+#if CULA_ISA_MASK & 8
     case CpuIsa::kAvx512Bf16:
       return cpu::avx512_bf16::kTable;
+#endif
+#if CULA_ISA_MASK & 4
     case CpuIsa::kAvx512:
       return cpu::avx512::kTable;
+#endif
+#if CULA_ISA_MASK & 2
     case CpuIsa::kAvx2:
       return cpu::avx2::kTable;
-    case CpuIsa::kGeneric:
-      break;
-  }
 #endif
-  return cpu::generic::kTable;
+    default:
+      return cpu::generic::kTable;
+  }
 }
 
 }  // namespace cula::gdn
