@@ -266,7 +266,7 @@ TEST(Cases, Case06_StepAfterPrefill) {
   }
 }
 
-TEST(Cases, Case09_LargeStateBesideFloat16) {
+TEST(Cases, Case09_HugeStateBesideFloat16) {
   OperatorCase c = make_case(DType::kFloat16, 1, 64, 1, 1, 64, 64);
   c.problem.chunk_size = 64;
   const Operands x = make_operands(c);
@@ -444,25 +444,31 @@ TEST(Cases, Case11_KeysWithoutUnitNorm) {
 }
 
 TEST(Cases, Case12_OverflowingRateInOneHead) {
+  struct Row {
+    double A_log, raw;
+  };
   for (const DType dtype : {DType::kFloat64, DType::kFloat32, DType::kBFloat16}) {
-    OperatorCase c = make_case(dtype, 1, 64, 2, 2, 32, 32);
-    c.problem.use_gate = true;
-    const Operands x = make_operands(c);
-    const Results ordinary = run(c, x);
-    x.A_log.set(0, 100);
-    x.dt_bias.set(0, 0);
-    fill(head(x.g, 0), -200);
-    const Results r = run(c, x);
-    expect_finite(r);
-    expect_close(c, r, run_reference(c, x));
-    EXPECT_TRUE(same_bits(head(r.o, 1), head(ordinary.o, 1)));
-    EXPECT_TRUE(same_bits(head(r.dg, 1), head(ordinary.dg, 1)));
-    EXPECT_EQ(r.dA_log.at(1), ordinary.dA_log.at(1));
-    expect_close(c, run_recurrent(c, x), run_reference(c, x, Mode::kForward));
+    for (const Row& row : {Row{100, -200}, Row{800, -1000}}) {  // past float32, past float64
+      SCOPED_TRACE(concat(dtype_name(dtype), " ", row.A_log));
+      OperatorCase c = make_case(dtype, 1, 64, 2, 2, 32, 32);
+      c.problem.use_gate = true;
+      const Operands x = make_operands(c);
+      const Results ordinary = run(c, x);
+      x.A_log.set(0, row.A_log);
+      x.dt_bias.set(0, 0);
+      fill(head(x.g, 0), row.raw);
+      const Results r = run(c, x);
+      expect_finite(r);
+      expect_close(c, r, run_reference(c, x));
+      EXPECT_TRUE(same_bits(head(r.o, 1), head(ordinary.o, 1)));
+      EXPECT_TRUE(same_bits(head(r.dg, 1), head(ordinary.dg, 1)));
+      EXPECT_EQ(r.dA_log.at(1), ordinary.dA_log.at(1));
+      expect_close(c, run_recurrent(c, x), run_reference(c, x, Mode::kForward));
+    }
   }
 }
 
-TEST(Cases, Case13_LargeRawGates) {
+TEST(Cases, Case13_RawGatesFarAboveZero) {
   for (const DType dtype : {DType::kFloat64, DType::kFloat32}) {
     for (const double raw : {15.0, 19.0, 21.0, 25.0, 60.0}) {
       OperatorCase c = make_case(dtype, 1, 70, 1, 1, 16, 16);
@@ -474,6 +480,29 @@ TEST(Cases, Case13_LargeRawGates) {
       fill(x.g, raw / 2);
       SCOPED_TRACE(concat(dtype_name(dtype), " ", raw));
       check_against_reference(c, x);
+    }
+  }
+}
+
+// What the library can choose on a CPU: the chunk size, and with the threads the columns of a unit of work.
+TEST(Cases, Case15_EverySchedule) {
+  for (const int64_t D : {64, 128}) {
+    for (const int64_t T : {64, 128, 256}) {
+      OperatorCase c = make_case(DType::kFloat16, 1, T, 1, 1, D, D);
+      const Operands x = make_operands(c);
+      fill(x.g, 0);
+      const Results expected = run_reference(c, x);
+      for (const int64_t chunk_size : {16, 32, 64}) {
+        for (const int threads : {1, 2, 16}) {
+          SCOPED_TRACE(concat("D=", D, " T=", T, " C=", chunk_size, " threads=", threads));
+          c.problem.chunk_size = chunk_size;
+          c.problem.num_threads = threads;
+          const Results r = run(c, x);
+          EXPECT_LE(relative_error(r.dk, expected.dk), 1e-2);
+          EXPECT_LE(relative_error(r.dbeta, expected.dbeta), 1e-2);
+          expect_close(c, r, expected);
+        }
+      }
     }
   }
 }
@@ -519,7 +548,7 @@ TEST(Cases, Case20_ZeroRowsWithL2Norm) {
   }
 }
 
-TEST(Cases, Case21_L2NormOfSmallAndLargeRows) {
+TEST(Cases, Case21_L2NormOfShortAndLongRows) {
   for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
     for (const double length : {1e-2, 1.0, 300.0}) {
       SCOPED_TRACE(concat(dtype_name(dtype), " ", length));

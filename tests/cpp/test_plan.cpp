@@ -155,7 +155,7 @@ TEST(Plan, DescriptionTellsWhatWasDecided) {
 }
 
 // Byte counts far past 2^32 must not wrap: twice the tokens, about twice the workspace, or no more at all.
-TEST(Plan, WorkspaceOfVeryLargeProblems) {
+TEST(Plan, WorkspaceOfHugeProblems) {
   for (const bool long_sequence : {true, false}) {
     size_t forward[2], backward[2];
     for (int i = 0; i < 2; ++i) {

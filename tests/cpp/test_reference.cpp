@@ -388,7 +388,7 @@ TEST(ReferenceCases, Case03_RepeatedKeyReturnsTheLatestValue) {
   EXPECT_TRUE(close(r.final_state, state, 1e-14));
 }
 
-TEST(ReferenceCases, Case09_LargeStateDecaysAlone) {
+TEST(ReferenceCases, Case09_HugeStateDecaysAlone) {
   OperatorCase c = make_case(DType::kFloat16, 1, 64, 1, 1, 8, 8);
   Operands x = make_operands(c);
   for (const Tensor& tensor : {x.q, x.k, x.v}) tensor.filled([](int64_t) { return 0.0; });
@@ -463,7 +463,7 @@ TEST(Reference, GateIsExactWhereItsFactorsAreNot) {
 }
 
 // One token, so that the gradients are what the gate makes of the gradient by the log decay.
-TEST(ReferenceCases, Case13_SoftplusOfALargeInput) {
+TEST(ReferenceCases, Case13_SoftplusFarAboveZero) {
   struct Row {
     double A_log, raw, bias, log_decay, slope;
   };

@@ -682,7 +682,7 @@ TEST(Cases, Case12_GateStageWithOverflowingRate) {
   }
 }
 
-TEST(Cases, Case13_GateStageWithALargeInput) {
+TEST(Cases, Case13_GateStageFarAboveZero) {
   for (const DType dtype : {DType::kFloat32, DType::kFloat64}) {
     const double tolerance = output_tolerance(dtype);
     const double large = -100 * std::exp(dtype == DType::kFloat32 ? double(2.77f) : 2.77);
