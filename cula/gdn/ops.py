@@ -71,10 +71,9 @@ def chunk_gated_delta_rule(
         state_v_first: states are `[N, HV, V, K]`.
         cu_seqlens: `[N + 1]`, int32 or int64: sequences packed on the token axis, B = 1; ascending offsets that start
             at 0. The state restarts at each; empty ones are allowed. Outputs and gradients of tokens behind the last
-            offset are zero. On a device, the values are read once per tensor and content (one synchronisation) and
-            are not checked against anything else.
+            offset are zero. From a device they are read once for each tensor and content: one synchronisation.
         cu_seqlens_cpu: cu_seqlens on the CPU; spares that synchronisation. Must agree with cu_seqlens, which is
-            checked where cu_seqlens is on the CPU too.
+            checked where that is on the CPU too; on a device it is taken on trust.
         chunk_indices: `[NT, 2]`, as of `prepare_chunk_indices`. Not needed; if given it must agree with cu_seqlens
             and chunk_size, which is checked where it is on the CPU.
         cp_context: context parallelism; the context then supplies the lengths.

@@ -25,6 +25,7 @@ from support import (
     run,
 )
 from torch.utils.checkpoint import checkpoint
+from workers import report_training_step, training_step
 
 import cula.gdn
 from cula.gdn import chunk_gated_delta_rule
@@ -329,11 +330,6 @@ def test_outputs_can_be_copied_and_pickled():
     assert torch.equal(pickle.loads(pickle.dumps(o.detach())), o)
 
 
-def training_step(seed: int) -> list[torch.Tensor]:
-    inputs = make_inputs(lengths=[100, 30], H=2, HV=4, K=32, V=32, seed=seed, flags=ALL_FLAGS)
-    return list(run(inputs, gradients=output_gradients(inputs, ALL_FLAGS), **ALL_FLAGS).values())
-
-
 def test_case_54_two_host_threads():
     expected = [training_step(seed) for seed in range(2)]
     wrong = []
@@ -348,14 +344,6 @@ def test_case_54_two_host_threads():
         thread.join(60)
     assert not any(thread.is_alive() for thread in threads)
     assert not wrong
-
-
-def report_training_step(queue, inputs) -> None:
-    """Little else of torch is used here: its own thread pool does not survive a fork."""
-    if inputs is None:
-        queue.put([x.numpy() for x in training_step(0)])
-    else:
-        queue.put([x.numpy() for x in run(inputs, gradients=output_gradients(inputs, V_FIRST), **V_FIRST).values()])
 
 
 def results_of_workers(method: str, inputs) -> list[list[torch.Tensor]]:

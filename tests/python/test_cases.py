@@ -625,7 +625,7 @@ print(json.dumps([digest(*setting) for setting in json.loads(sys.argv[2])]))
 """
 
 
-def test_case_43_dtypes_one_after_the_other_in_one_process():
+def test_case_43_dtypes_one_after_the_other_in_one_process(tmp_path):
     settings = [
         ["float16", "float32", "float32", "int32"],
         ["float16", "bfloat16", "float32", "int32"],
@@ -636,7 +636,9 @@ def test_case_43_dtypes_one_after_the_other_in_one_process():
 
     def in_fresh_process(settings):
         command = [sys.executable, "-c", DTYPE_SEQUENCE, str(__file__).rsplit("/", 1)[0], json.dumps(settings)]
-        return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        # From elsewhere: what is to be tested is the installed package, not a source tree in this folder.
+        result = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path)
+        return json.loads(result.stdout)
 
     forward, backward = in_fresh_process(settings), in_fresh_process(settings[::-1])
     assert forward == backward[::-1]

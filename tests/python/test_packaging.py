@@ -16,9 +16,15 @@ import cula
 import cula.gdn
 
 
-def in_fresh_process(code: str, **environment: str) -> str:
+def in_fresh_process(code: str, folder: Path, **environment: str) -> str:
+    """Output of a Python process in another folder, so that it finds the installed package, not a source tree."""
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}, timeout=120
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        timeout=120,
+        cwd=folder,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
@@ -125,7 +131,7 @@ def test_signatures_are_those_of_fla(name):
     assert positional == SIGNATURES[name].split()
 
 
-def test_case_61_import_and_call_without_a_gpu():
+def test_case_61_import_and_call_without_a_gpu(tmp_path):
     code = """
 import sys
 sys.modules["triton"] = None  # an import of it fails
@@ -137,17 +143,17 @@ assert torch.isfinite(q.grad).all()
 assert not torch.cuda.is_initialized()
 print([m for m in ("fla", "cula.gdn.integrations", "torch._dynamo", "torch._inductor") if m in sys.modules])
 """
-    assert in_fresh_process(code, CUDA_VISIBLE_DEVICES="") == "[]"
+    assert in_fresh_process(code, tmp_path, CUDA_VISIBLE_DEVICES="") == "[]"
 
 
-def test_a_missing_library_is_named():
+def test_a_missing_library_is_named(tmp_path):
     code = """
 try:
     import cula.gdn
 except ImportError as error:
     print(error)
 """
-    message = in_fresh_process(code, CULA_GDN_LIBRARY="/nowhere/lib.so")
+    message = in_fresh_process(code, tmp_path, CULA_GDN_LIBRARY="/nowhere/lib.so")
     assert message.startswith("CULA_GDN_LIBRARY names the compiled library /nowhere/lib.so, which does not exist")
 
 
