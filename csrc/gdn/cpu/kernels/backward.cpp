@@ -179,7 +179,7 @@ void value_head_gradients(const Plan& plan, const BackwardInputs& in, const Grad
   load_beta(rows_of(in.beta, p, chunk.begin, head), p, n, s.beta);
   load_tile(rows_of(in.A, p, chunk.begin, head), n, n, s.A);
 
-  T state_product = T(0);  // <S, D>
+  double state_product = 0.0;  // <S, D>
   std::memset(s.residual_gradient_dot_V, 0, sizeof(T) * n);
   for (int64_t first = 0; first < p.value_dim; first += gradient_block(p)) {
     const int64_t columns = std::min(gradient_block(p), p.value_dim - first);
@@ -219,7 +219,7 @@ void value_head_gradients(const Plan& plan, const BackwardInputs& in, const Grad
   }
 
   // Terms through the states, by rows.
-  T to_last_row = gate.total == T(0) ? T(0) : gate.total * state_product;
+  double to_last_row = gate.total == T(0) ? 0.0 : gate.total * state_product;
   for (int64_t i = 0; i < n; ++i) {
     const T gamma = gate.from_start[i];
     const T output_term = scale * gamma * dot_row(s.dO_S.row(i), s.Q.row(i), key_dim);
@@ -229,10 +229,14 @@ void value_head_gradients(const Plan& plan, const BackwardInputs& in, const Grad
     add_row(-s.beta[i] * gamma, s.dW_S.row(i), padded(key_dim), s.dK.row(i));
     add_row(gate.to_end[i], s.V_D.row(i), padded(key_dim), s.dK.row(i));
     s.beta_gradient[i] = s.residual_gradient_dot_V[i] - residual_term;
-    s.gamma_gradient[i] = output_term - s.beta[i] * residual_term - update_term;
+    s.gamma_gradient[i] = output_term - s.beta[i] * residual_term;
+    // A row loses what the last row gains. Of the last row that is nothing, and adding what is then subtracted would
+    // leave only its rounding.
+    if (i == n - 1) continue;
+    s.gamma_gradient[i] -= update_term;
     to_last_row += update_term;
   }
-  s.gamma_gradient[n - 1] += to_last_row;
+  s.gamma_gradient[n - 1] += T(to_last_row);
 
   // Terms through the pairs of rows: P and L.
   apply_decay(gate, n, false, s.dP);

@@ -315,7 +315,7 @@ void run_bwd_dqkwg(const Plan& plan, const stages::OperandGradients& t) {
     fill_zero(s.pairs, n, n);
     for (int64_t head = key_head * group; head < (key_head + 1) * group; ++head) {
       load_running_sum(g, p, chunk, head, s.gate);
-      T state_product = T(0);  // <S, D>
+      double state_product = 0.0;  // <S, D>
       for_value_blocks(p, [&](int64_t first, int64_t columns) {
         const bool add = first != 0;
         load_tile(rows_of(v, p, chunk.begin, head).columns_from(first), n, columns, s.V_new);
@@ -339,17 +339,19 @@ void run_bwd_dqkwg(const Plan& plan, const stages::OperandGradients& t) {
       store_tile(s.dW, n, p.key_dim, rows_of(dw, p, chunk.begin, head));
 
       clear(s.gamma_gradient, n);
-      T to_last_row = s.gate.total == T(0) ? T(0) : s.gate.total * state_product;
+      double to_last_row = s.gate.total == T(0) ? 0.0 : s.gate.total * state_product;
       for (int64_t i = 0; i < n; ++i) {
         scale_row(scale * s.gate.from_start[i], width, from_state.row(i));
         scale_row(s.gate.to_end[i], width, to_state.row(i));
         add_row(T(1), from_state.row(i), width, s.dQ.row(i));
         add_row(T(1), to_state.row(i), width, s.dK.row(i));
         const T update_term = dot_row(to_state.row(i), s.K.row(i), p.key_dim);
-        s.gamma_gradient[i] = dot_row(from_state.row(i), s.Q.row(i), p.key_dim) - update_term;
+        s.gamma_gradient[i] = dot_row(from_state.row(i), s.Q.row(i), p.key_dim);
+        if (i == n - 1) continue;  // its own share cancels, see backward.cpp
+        s.gamma_gradient[i] -= update_term;
         to_last_row += update_term;
       }
-      s.gamma_gradient[n - 1] += to_last_row;
+      s.gamma_gradient[n - 1] += T(to_last_row);
       apply_decay(s.gate, n, false, dP);
       add_pair_gradient<T>(dP, s.QK, nullptr, n, s.gamma_gradient);
       for (int64_t i = 0; i < n; ++i) add_row(T(1), dP.row(i), padded(n), s.pairs.row(i));
