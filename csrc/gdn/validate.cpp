@@ -115,8 +115,9 @@ class Checker {
     if (letter == "V") return problem_.value_dim;
     if (letter == "C") return problem_.chunk_size;
     if (letter == "N") return problem_.num_sequences();
-    // Chunks of one row of the batch; packed sequences have one row.
-    return static_cast<int64_t>(plan_.chunks().size()) / std::max<int64_t>(problem_.batch, 1);
+    // NT: chunks of one row of the batch; packed sequences have one row.
+    if (problem_.sequence_offsets) return static_cast<int64_t>(plan_.chunks().size());
+    return (problem_.tokens + problem_.chunk_size - 1) / problem_.chunk_size;
   }
 
   void check_letters(const TensorView& view, const char* name, std::string_view letters) const {
