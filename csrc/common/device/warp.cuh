@@ -10,7 +10,8 @@ namespace cula::device {
 inline constexpr unsigned kAllLanes = 0xffffffffu;
 
 __device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x & 31); }
-// Uniform over the warp, and known to be so by the compiler.
+// Uniform over the warp, and known to be so by the compiler. A shuffle: every lane must take part, as in all of this
+// file, so never inside a branch on the lane.
 __device__ __forceinline__ int warp_id() { return __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x >> 5), 0); }
 
 template <class T>

@@ -89,6 +89,7 @@ void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, S
   prepare.heads = problem.heads;
   prepare.group = call.group;
   prepare.key_dim = key_dim;
+  prepare.scale = static_cast<float>(plan.scale());
   prepare.q = q;
   prepare.k = k;
   prepare.gates = operator_gates(call, t.g, t.beta, t.A_log, t.dt_bias);
@@ -118,7 +119,7 @@ void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, S
   adjoint.group = call.group;
   adjoint.key_dim = key_dim;
   adjoint.value_dim = value_dim;
-  adjoint.scale = static_cast<float>(plan.scale());
+  adjoint.scale = prepare.scale;
   adjoint.q = q;
   adjoint.k = k;
   adjoint.A = states.A;
@@ -164,7 +165,7 @@ void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, S
 
   with_element_type(call.dtype, [&](auto element) {
     using T = decltype(element);
-    launch_prepare<T>(prepare, stream);
+    launch_prepare<T, GateKind::kLogDecay>(prepare, stream);
     launch_state_scan<T>(states, stream);
     launch_adjoint_scan<T>(adjoint, stream);
     launch_gradient<T>(gradient, stream);

@@ -35,7 +35,6 @@ GateArgs operator_gates(const Call& call, const DLTensor* g, const DLTensor* bet
 
 GateArgs stage_gates(const DLTensor* gamma, const DLTensor* beta) {
   GateArgs gates;
-  gates.is_gamma = true;
   gates.g = token_arg(gamma, "g", DType::kFloat32);
   gates.beta = token_arg(beta, "beta", DType::kFloat32);
   return gates;

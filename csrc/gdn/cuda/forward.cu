@@ -81,6 +81,7 @@ void forward(const Plan& plan, const ForwardTensors& t, Workspace workspace, Str
   prepare.heads = problem.heads;
   prepare.group = call.group;
   prepare.key_dim = key_dim;
+  prepare.scale = static_cast<float>(plan.scale());
   prepare.q = q;
   prepare.k = k;
   prepare.gates = operator_gates(call, t.g, t.beta, t.A_log, t.dt_bias);
@@ -95,7 +96,7 @@ void forward(const Plan& plan, const ForwardTensors& t, Workspace workspace, Str
   scan.group = call.group;
   scan.key_dim = key_dim;
   scan.value_dim = static_cast<int>(problem.value_dim);
-  scan.scale = static_cast<float>(plan.scale());
+  scan.scale = prepare.scale;
   scan.q = q;
   scan.k = k;
   scan.v = token_arg(t.v, "v", call.dtype);
@@ -109,7 +110,7 @@ void forward(const Plan& plan, const ForwardTensors& t, Workspace workspace, Str
 
   with_element_type(call.dtype, [&](auto element) {
     using T = decltype(element);
-    launch_prepare<T>(prepare, stream);
+    launch_prepare<T, GateKind::kLogDecay>(prepare, stream);
     launch_forward_scan<T>(scan, stream);
   });
   launch_zero_padding(call.sequences, scan.o, problem.value_heads, problem.value_dim, stream);

@@ -24,11 +24,10 @@ __device__ __forceinline__ double gate_value(double raw, double a_log, double bi
 }
 
 struct GateArgs {
-  TensorArg g;        // [B, T, HV]: gamma (log2 units), the log decay, or with A_log the raw gate; null: no decay
+  TensorArg g;        // [B, T, HV]: gamma (log2 units), the log decay, or with A_log the raw gate; null: none
   TensorArg A_log;    // [HV]
   TensorArg dt_bias;  // [HV]
   TensorArg beta;     // [B, T, HV]; null: ones
-  bool is_gamma = false;
   bool beta_sigmoid = false;
   float beta_scale = 1.0f;
 };
@@ -77,7 +76,11 @@ __device__ __forceinline__ void restart_sums(double (&sum)[2], const bool (&rese
   sum[1] -= base[1];
 }
 
+// What `g` of the gates is: the operator's gate (log decay, or raw with A_log), or the stages' gamma.
+enum class GateKind { kLogDecay, kGamma };
+
 // By one whole warp; the caller puts a barrier behind it.
+template <GateKind kKind>
 __device__ __forceinline__ void load_gates(GateRows& rows, const GateArgs& args, int64_t batch, int64_t token,
                                            int length, int64_t head) {
   // A gate this negative already decays to 0; the bound keeps the running sum from losing the gates that follow.
@@ -99,18 +102,20 @@ __device__ __forceinline__ void load_gates(GateRows& rows, const GateArgs& args,
       }
       if (args.g) {
         gate = load_double(args.g.data, args.g.dtype, args.g.offset(batch, token + row, head));
-        if (args.A_log) {
-          const double a_log = load_double(args.A_log.data, args.A_log.dtype, head * args.A_log.stride[0]);
-          const double bias =
-              args.dt_bias ? load_double(args.dt_bias.data, args.dt_bias.dtype, head * args.dt_bias.stride[0]) : 0.0;
-          gate = gate_value(gate, a_log, bias);
+        if constexpr (kKind == GateKind::kLogDecay) {
+          if (args.A_log) {
+            const double a_log = load_double(args.A_log.data, args.A_log.dtype, head * args.A_log.stride[0]);
+            const double bias =
+                args.dt_bias ? load_double(args.dt_bias.data, args.dt_bias.dtype, head * args.dt_bias.stride[0]) : 0.0;
+            gate = gate_value(gate, a_log, bias);
+          }
         }
       }
     }
     rows.beta[row] = beta;
     reset[r] = gate == -INFINITY;
     if (reset[r]) gate = 0.0;
-    if (!args.is_gamma) {
+    if constexpr (kKind == GateKind::kLogDecay) {
       gate *= kLog2E;
       if (gate < kLowest) gate = kLowest;
     }
@@ -118,7 +123,7 @@ __device__ __forceinline__ void load_gates(GateRows& rows, const GateArgs& args,
   }
   const unsigned even = ballot(reset[0]);
   const unsigned odd = ballot(reset[1]);
-  if (!args.is_gamma) restart_sums(sum, reset);
+  if constexpr (kKind == GateKind::kLogDecay) restart_sums(sum, reset);
   int segment[2];
   segment[0] = __popc(even & ((2u << lane) - 1)) + __popc(odd & ((1u << lane) - 1));
   segment[1] = segment[0] + (reset[1] ? 1 : 0);

@@ -37,22 +37,41 @@ __device__ __forceinline__ void load_state(float (&s)[kKeys / 8][4], const Tenso
   }
 }
 
-template <int kKeys>
-__device__ __forceinline__ void store_state(const float (&s)[kKeys / 8][4], const TensorArg& x, int64_t offset,
-                                            int64_t key_stride, int64_t value_stride, const StatePart& part) {
-  key_stride = opaque(key_stride);
-  value_stride = opaque(value_stride);
+// Stores through put(offset, value).
+template <int kKeys, class Put>
+__device__ __forceinline__ void store_state_by(const float (&s)[kKeys / 8][4], int64_t key_stride, int64_t value_stride,
+                                               const StatePart& part, const Put& put) {
 #pragma unroll
-  for (int i = 0; i < kKeys / 8; ++i) {
+  for (int half = 0; half < 2; ++half) {
+    const int value = part.value + fragment_row(2 * half);
+    int64_t key = opaque(part.key + fragment_column(0, 0));
+    const int64_t step = opaque(key_stride);
+    int64_t at = value * value_stride + key * step;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int key = part.key + fragment_column(i, j);
-      const int value = part.value + fragment_row(j);
-      if (key < part.key_dim && value < part.value_dim) {
-        x.store(offset + key * key_stride + value * value_stride, s[i][j]);
-      }
+    for (int i = 0; i < kKeys / 8; ++i) {
+      if (key < part.key_dim && value < part.value_dim) put(at, s[i][2 * half]);
+      if (key + 1 < part.key_dim && value < part.value_dim) put(at + step, s[i][2 * half + 1]);
+      at += 8 * step;
+      key += 8;
     }
   }
+}
+
+// To [sequence, head, key, value] of any float type.
+template <int kKeys>
+__device__ __forceinline__ void store_state(const float (&s)[kKeys / 8][4], const TensorArg& x, const StatePart& part) {
+  const int64_t offset = part.sequence * x.stride[0] + part.head * x.stride[1];
+  store_state_by<kKeys>(s, x.stride[2], x.stride[3], part,
+                        [&](int64_t at, float value) { x.store(offset + at, value); });
+}
+
+// To [batch, chunk, head, key, value] of T, at a chunk and head.
+template <class T, int kKeys>
+__device__ __forceinline__ void store_chunk_state(const float (&s)[kKeys / 8][4], const TensorArg& x, int64_t offset,
+                                                  const StatePart& part) {
+  T* target = static_cast<T*>(x.data) + offset;
+  store_state_by<kKeys>(s, x.stride[3], x.stride[4], part,
+                        [&](int64_t at, float value) { target[at] = from_float<T>(value); });
 }
 
 // The state as an operand of other kernels: rounded to T, in blocks of 8 values x 8 keys, so that a warp's stores are
@@ -97,6 +116,30 @@ __device__ __forceinline__ void update_state(float (&s)[kKeys / 8][4], const Tok
   }
 }
 
+// S^T += factor a x, with the factor applied to the product: a [16 values][64 tokens], x [64][K].
+template <class T, int kTilePitch, int kKeys>
+__device__ __forceinline__ void add_scaled(float (&s)[kKeys / 8][4], const FragmentA<T> (&a)[4], const T* x, int key,
+                                           float factor) {
+#pragma unroll
+  for (int n = 0; n < kKeys; n += 16) {
+    float c[2][4];
+    clear(c);
+#pragma unroll
+    for (int k = 0; k < kRows; k += 16) mma(c[0], c[1], a[k / 16], load_b_transposed<kTilePitch>(x, key + n, k));
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      s[n / 8][j] += factor * c[0][j];
+      s[n / 8 + 1][j] += factor * c[1][j];
+    }
+  }
+}
+
+template <class T>
+__device__ __forceinline__ void to_fragments(FragmentA<T> (&a)[4], const TokenColumns& c) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) a[i] = to_a<T>(c[2 * i], c[2 * i + 1]);
+}
+
 // c += w m^T for a lower triangular m [64][64]: c_i gathers columns j <= i.
 template <class T>
 __device__ __forceinline__ void multiply_lower(TokenColumns& c, const TokenColumns& w, const T* m) {
@@ -125,6 +168,21 @@ __device__ __forceinline__ void load_columns(TokenColumns& c, const T* tile, int
 #pragma unroll
   for (int n = 0; n < 8; n += 2) {
     from_a<T>(load_a_transposed<kPitch<kRows>>(tile, value, 8 * n), c[n], c[n + 1]);
+  }
+}
+
+// c <- factor c + columns of 16 values out of a tile of tokens.
+template <class T>
+__device__ __forceinline__ void add_columns(TokenColumns& c, const T* tile, int value, float factor) {
+#pragma unroll
+  for (int n = 0; n < 8; n += 2) {
+    float x[2][4];
+    from_a<T>(load_a_transposed<kPitch<kRows>>(tile, value, 8 * n), x[0], x[1]);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      c[n][j] = x[0][j] + factor * c[n][j];
+      c[n + 1][j] = x[1][j] + factor * c[n + 1][j];
+    }
   }
 }
 
@@ -172,12 +230,17 @@ __device__ __forceinline__ void store_columns(const float (&c)[kTiles][4], const
     }
   }
 #pragma unroll
-  for (int i = 0; i < kTiles; ++i) {
+  for (int half = 0; half < 2; ++half) {
+    const int column = fragment_row(2 * half);
+    int row = fragment_column(0, 0);
+    const int64_t step = opaque(x.stride[1]);
+    int64_t at = base + row * step + column * x.stride[3];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int row = fragment_column(i, j);
-      const int column = fragment_row(j);
-      if (row < w.rows && column < w.columns) x.store(base + row * x.stride[1] + column * x.stride[3], c[i][j]);
+    for (int i = 0; i < kTiles; ++i) {
+      if (row < w.rows && column < w.columns) x.store(at, c[i][2 * half]);
+      if (row + 1 < w.rows && column < w.columns) x.store(at + step, c[i][2 * half + 1]);
+      at += 8 * step;
+      row += 8;
     }
   }
 }

@@ -26,18 +26,44 @@ struct Window {
   int columns;         // valid, from `column` on
 };
 
+// Which piece of 16 (or 4) bytes of a row a thread moves, and which rows.
+template <class T, int kCols, int kVectorBytes>
+struct RowShare {
+  static constexpr int kElements = kVectorBytes / static_cast<int>(sizeof(T));
+  static constexpr int kPerRow = kCols / kElements;
+  static_assert((kPerRow & (kPerRow - 1)) == 0);
+};
+
 template <class T, int kCols, int kVectorBytes>
 __device__ __forceinline__ void load_tile_async(T* tile, const TensorArg& x, const Window& w) {
-  constexpr int kElements = kVectorBytes / static_cast<int>(sizeof(T));
-  constexpr int kPerRow = kCols / kElements;
-  const T* base = static_cast<const T*>(x.data) + x.offset(w.batch, w.token, w.head) + w.column;
-  for (int i = static_cast<int>(threadIdx.x); i < kRows * kPerRow; i += static_cast<int>(blockDim.x)) {
-    const int row = i / kPerRow;
-    const int column = (i - row * kPerRow) * kElements;
-    const bool valid = row < w.rows && column < w.columns;
-    // A masked copy still needs an address inside the tensor.
-    const T* source = valid ? base + row * x.stride[1] + column : static_cast<const T*>(x.data);
-    cp_async<kVectorBytes>(tile + row * kPitch<kCols> + column, source, valid);
+  using Share = RowShare<T, kCols, kVectorBytes>;
+  const int thread = static_cast<int>(threadIdx.x);
+  const int threads = static_cast<int>(blockDim.x);
+  const T* base = static_cast<const T*>(x.data) + opaque(x.offset(opaque(w.batch), w.token, opaque(w.head))) + w.column;
+  if (threads >= Share::kPerRow) {
+    const int column = (thread & (Share::kPerRow - 1)) * Share::kElements;
+    const int step = threads / Share::kPerRow;
+    const bool column_valid = column < w.columns;
+    int row = thread / Share::kPerRow;
+    const T* source = base + row * x.stride[1] + column;
+    T* target = tile + row * kPitch<kCols> + column;
+#pragma unroll(kVectorBytes == 16 ? 2 : 1)
+    for (; row < kRows; row += step) {
+      const bool valid = column_valid && row < w.rows;
+      // A masked copy still needs an address inside the tensor.
+      cp_async<kVectorBytes>(target, valid ? source : static_cast<const T*>(x.data), valid);
+      source += step * x.stride[1];
+      target += step * kPitch<kCols>;
+    }
+  } else {
+#pragma unroll 1
+    for (int i = thread; i < kRows * Share::kPerRow; i += threads) {
+      const int row = i / Share::kPerRow;
+      const int column = (i & (Share::kPerRow - 1)) * Share::kElements;
+      const bool valid = row < w.rows && column < w.columns;
+      const T* source = valid ? base + row * x.stride[1] + column : static_cast<const T*>(x.data);
+      cp_async<kVectorBytes>(tile + row * kPitch<kCols> + column, source, valid);
+    }
   }
 }
 
@@ -49,7 +75,8 @@ __device__ __forceinline__ void load_tile(T* tile, const TensorArg& x, const Win
   } else if (x.vector_bytes == 4) {
     load_tile_async<T, kCols, 4>(tile, x, w);
   } else {
-    const int64_t base = x.offset(w.batch, w.token, w.head) + w.column * x.stride[3];
+    const int64_t base = opaque(x.offset(opaque(w.batch), w.token, opaque(w.head))) + w.column * x.stride[3];
+#pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); i < kRows * kCols; i += static_cast<int>(blockDim.x)) {
       const int row = i / kCols;
       const int column = i - row * kCols;
@@ -63,20 +90,21 @@ __device__ __forceinline__ void load_tile(T* tile, const TensorArg& x, const Win
 // By all threads of the block, behind a barrier.
 template <class T, int kCols>
 __device__ __forceinline__ void store_tile(const T* tile, const TensorArg& x, const Window& w) {
-  const int64_t base = x.offset(w.batch, w.token, w.head) + w.column * x.stride[3];
+  const int64_t base = opaque(x.offset(opaque(w.batch), w.token, opaque(w.head))) + w.column * x.stride[3];
   if (x.vector_bytes == 16) {
-    constexpr int kElements = 16 / static_cast<int>(sizeof(T));
-    constexpr int kPerRow = kCols / kElements;
+    using Share = RowShare<T, kCols, 16>;
     T* target = static_cast<T*>(x.data) + base;
-    for (int i = static_cast<int>(threadIdx.x); i < kRows * kPerRow; i += static_cast<int>(blockDim.x)) {
-      const int row = i / kPerRow;
-      const int column = (i - row * kPerRow) * kElements;
+#pragma unroll 2
+    for (int i = static_cast<int>(threadIdx.x); i < kRows * Share::kPerRow; i += static_cast<int>(blockDim.x)) {
+      const int row = i / Share::kPerRow;
+      const int column = (i & (Share::kPerRow - 1)) * Share::kElements;
       if (row < w.rows && column < w.columns) {
         *reinterpret_cast<uint4*>(target + row * x.stride[1] + column) =
             *reinterpret_cast<const uint4*>(tile + row * kPitch<kCols> + column);
       }
     }
   } else {
+#pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); i < kRows * kCols; i += static_cast<int>(blockDim.x)) {
       const int row = i / kCols;
       const int column = i - row * kCols;

@@ -1,7 +1,7 @@
 // The adjoint of the recurrence, over the chunks of a sequence from its end, for one value head and a block of value
 // columns. D is the gradient of the state behind the chunk:
 //
-//   dV' = scale P^T dO + to_end (K D);  dW = A^T dV';  dv = beta dW
+//   dV' = P^T dO + to_end (K D);  dW = A^T dV';  dv = beta dW
 //   D  <- chunk_decay D - K^T (beta decay dW) + scale Q^T (decay dO)
 //
 // Writes D of every chunk, dW, dv, and what is left of D: the gradient of the initial state.
@@ -24,7 +24,7 @@ struct AdjointScanArgs {
   TensorArg q;
   TensorArg k;
   TensorArg A;
-  TensorArg P;
+  TensorArg P;  // with the scale
   TensorArg grad_output;
   const float* factors;  // [3][HV][B T]: decay, to_end, beta
   int64_t factor_stride;
@@ -157,23 +157,13 @@ __global__ void __launch_bounds__(kSplit * 128, 1) adjoint_scan_kernel(const Adj
     }
     scale_columns(x, chunk.factors[1]);
 
-    // dV' = scale P^T dO + to_end (K D); (decay dO) stays for the update by q
+    // dV' = P^T dO + to_end (K D); (decay dO) stays for the update by q
     TokenColumns o;
     load_columns<T>(o, chunk.grad_output.data, tile_value);
-    {
-      TokenColumns local;
-      clear(local);
-      multiply_lower_transposed<T>(local, o, chunk.P.data);
-#pragma unroll
-      for (int n = 0; n < 8; ++n) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) x[n][j] += args.scale * local[n][j];
-      }
-    }
+    multiply_lower_transposed<T>(x, o, chunk.P.data);
     scale_columns(o, chunk.factors[0]);
     FragmentA<T> decayed[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) decayed[i] = to_a<T>(o[2 * i], o[2 * i + 1]);
+    to_fragments<T>(decayed, o);
 
     // dW = A^T dV'
     TokenColumns w;
@@ -191,25 +181,9 @@ __global__ void __launch_bounds__(kSplit * 128, 1) adjoint_scan_kernel(const Adj
 
     advance(2 * c + 1);
     const T* q = tiles[(2 * c + 1) % args.depth].data;
-    float from_output[kKeys / 8][4];
-    clear(from_output);
-#pragma unroll
-    for (int i = 0; i < kRows; i += 16) {
-#pragma unroll
-      for (int n = 0; n < kKeys; n += 16) {
-        mma(from_output[n / 8], from_output[n / 8 + 1], decayed[i / 16], load_b_transposed<kP>(q, part.key + n, i));
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kKeys / 8; ++i) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) d[i][j] += args.scale * from_output[i][j];
-    }
+    add_scaled<T, kP, kKeys>(d, decayed, q, part.key, args.scale);
   }
-  if (args.dh0) {
-    const TensorArg& x = args.dh0;
-    store_state<kKeys>(d, x, part.sequence * x.stride[0] + part.head * x.stride[1], x.stride[2], x.stride[3], part);
-  }
+  if (args.dh0) store_state<kKeys>(d, args.dh0, part);
 }
 
 }  // namespace cula::gdn::cuda

@@ -211,9 +211,10 @@ static __global__ void __launch_bounds__(kElementThreads) gate_backward_kernel(c
   double* sums = reinterpret_cast<double*>(dynamic_shared_memory());
   sum_a = warp_sum(sum_a);
   sum_bias = warp_sum(sum_bias);
+  const int warp = warp_id();
   if (lane_id() == 0) {
-    sums[2 * warp_id()] = sum_a;
-    sums[2 * warp_id() + 1] = sum_bias;
+    sums[2 * warp] = sum_a;
+    sums[2 * warp + 1] = sum_bias;
   }
   sync_block();
   if (threadIdx.x == 0) {

@@ -1,6 +1,6 @@
 // The recurrence over the chunks of a sequence, for one value head and a block of value columns:
 //
-//   W = beta (v - decay (K S));  V' = A W;  O = scale (decay (Q S) + P V');  S <- chunk_decay S + K^T (to_end V')
+//   W = beta (v - decay (K S));  V' = A W;  O = scale decay (Q S) + P V';  S <- chunk_decay S + K^T (to_end V')
 //
 // with the state in registers (collective/state.cuh) and all other operands in tiles that are loaded ahead. Forward
 // writes O; the backward pass runs the same recurrence for the states and V'.
@@ -24,7 +24,7 @@ struct ForwardScanArgs {
   TensorArg k;
   TensorArg v;
   TensorArg A;
-  TensorArg P;
+  TensorArg P;  // with the scale
   const float* factors;  // [3][HV][B T]: decay, to_end, beta
   int64_t factor_stride;
   TensorArg initial_state;
@@ -190,16 +190,7 @@ __global__ void __launch_bounds__(kSplit * 128, 1) forward_scan_kernel(const For
 
     // W = beta (v - decay U)
     scale_columns(w, chunk.factors[0]);
-#pragma unroll
-    for (int n = 0; n < 8; n += 2) {
-      float v[2][4];
-      from_a<T>(load_a_transposed<kPitch<kRows>>(chunk.v.data, tile_value, 8 * n), v[0], v[1]);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        w[n][j] = v[0][j] - w[n][j];
-        w[n + 1][j] = v[1][j] - w[n + 1][j];
-      }
-    }
+    add_columns<T>(w, chunk.v.data, tile_value, -1.0f);
     scale_columns(w, chunk.factors[2]);
 
     // V' = A W
@@ -212,8 +203,8 @@ __global__ void __launch_bounds__(kSplit * 128, 1) forward_scan_kernel(const For
       if (half == 0) store_columns<T>(v, args.residual, rows);
     } else if constexpr (kSplit == 1) {
       scale_columns(o, chunk.factors[0]);
-      multiply_lower<T>(o, v, chunk.P.data);
       scale(o, args.scale);
+      multiply_lower<T>(o, v, chunk.P.data);
       store_columns<T>(o, args.o, rows);
     } else {
       const int first = 32 * half;
@@ -225,6 +216,7 @@ __global__ void __launch_bounds__(kSplit * 128, 1) forward_scan_kernel(const For
         o_half[i][2] *= f.x;
         o_half[i][3] *= f.y;
       }
+      scale(o_half, args.scale);
 #pragma unroll
       for (int j = 0; j < kRows; j += 16) {
         const FragmentA<T> a = to_a<T>(v[j / 8], v[j / 8 + 1]);
@@ -233,7 +225,6 @@ __global__ void __launch_bounds__(kSplit * 128, 1) forward_scan_kernel(const For
           if (first + 8 * i >= j) mma(o_half[i], o_half[i + 1], a, load_b<kPitch<kRows>>(chunk.P.data, first + 8 * i, j));
         }
       }
-      scale(o_half, args.scale);
       Window rows_half = rows;
       rows_half.token += first;
       rows_half.rows -= first;
@@ -246,10 +237,7 @@ __global__ void __launch_bounds__(kSplit * 128, 1) forward_scan_kernel(const For
     scale_columns(v, chunk.factors[1]);
     update_state<T, kP, kKeys>(s, v, k, part.key);
   }
-  if (args.final_state) {
-    const TensorArg& x = args.final_state;
-    store_state<kKeys>(s, x, part.sequence * x.stride[0] + part.head * x.stride[1], x.stride[2], x.stride[3], part);
-  }
+  if (args.final_state) store_state<kKeys>(s, args.final_state, part);
 }
 
 }  // namespace cula::gdn::cuda

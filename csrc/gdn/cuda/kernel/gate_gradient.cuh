@@ -25,7 +25,7 @@ static __global__ void __launch_bounds__(kGateGradientThreads) gate_gradient_ker
   Chunk chunk;
   if (!find_chunk(args.sequences, slot, chunk)) return;
   GateRows& gates = shared.gates[warp_id()];
-  load_gates(gates, args.gates, chunk.batch, chunk.token, chunk.length, head);
+  load_gates<GateKind::kLogDecay>(gates, args.gates, chunk.batch, chunk.token, chunk.length, head);
   sync_warp();
   const int lane = lane_id();
   const int64_t at = head * args.sums.head_stride + chunk.batch * args.sequences.tokens + chunk.token;

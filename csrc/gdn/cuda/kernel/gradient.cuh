@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kProductThreads, 2) score_gradient_kernel(cons
   }
 
   for (int64_t head = key_head * args.group; head < (key_head + 1) * args.group; ++head) {
-    if (warp_id() == 0) load_gates(shared.gates, args.gates, chunk.batch, chunk.token, chunk.length, head);
+    if (warp_id() == 0) load_gates<GateKind::kLogDecay>(shared.gates, args.gates, chunk.batch, chunk.token, chunk.length, head);
     float dp[8][4];
     float dl[8][4];
     clear(dp);
@@ -153,7 +153,7 @@ struct OperandGradientShared {
 };
 
 template <class T>
-__global__ void __launch_bounds__(kProductThreads, 3) operand_gradient_kernel(const GradientArgs args) {
+__global__ void __launch_bounds__(kProductThreads, 2) operand_gradient_kernel(const GradientArgs args) {
   auto& shared = *reinterpret_cast<OperandGradientShared<T>*>(dynamic_shared_memory());
   constexpr int kP = kPitch<kRows>;
   const int64_t place = blockIdx.x / args.key_blocks;
@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(kProductThreads, 3) operand_gradient_kernel(co
   clear(dq);
   clear(dk);
   for (int64_t head = key_head * args.group; head < (key_head + 1) * args.group; ++head) {
-    if (warp_id() == 0) load_gates(shared.gates, args.gates, chunk.batch, chunk.token, chunk.length, head);
+    if (warp_id() == 0) load_gates<GateKind::kLogDecay>(shared.gates, args.gates, chunk.batch, chunk.token, chunk.length, head);
     const GateRows& gates = shared.gates;
     const StateBlocks states = {args.state_elements * (slot * value_heads + head), args.padded_key_dim, args.value_dim,
                                 key};
@@ -246,7 +246,8 @@ __global__ void __launch_bounds__(kProductThreads, 3) operand_gradient_kernel(co
         sync_block();
       }
       inner = warp_sum(inner);
-      if (lane_id() == 0) shared.warp_sums[warp_id()] = inner;
+      const int warp = warp_id();
+      if (lane_id() == 0) shared.warp_sums[warp] = inner;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = m0 + fragment_row(2 * half);

@@ -14,13 +14,14 @@ struct PrepareArgs {
   int64_t heads;
   int64_t group;    // value heads a key head
   int key_dim;
+  float scale;      // of P
   TensorArg q;      // needed for P
   TensorArg k;
   GateArgs gates;
   // Results; those absent are not computed.
   TensorArg L;      // [B, T, HV, C]
   TensorArg A;      // [B, T, HV, C]
-  TensorArg P;      // [B, T, HV, C], (q k^T) between(i, j) on and below the diagonal
+  TensorArg P;      // [B, T, HV, C], scale (q k^T) between(i, j) on and below the diagonal
   // [3][HV][B T] fp32: decay, to_end, beta
   float* factors;
   int64_t factor_stride;  // HV B T
@@ -42,8 +43,8 @@ struct PrepareShared {
   GateRows gates;
 };
 
-template <class T>
-__global__ void __launch_bounds__(kInverseThreads) prepare_kernel(const PrepareArgs args) {
+template <class T, GateKind kKind>
+__global__ void __launch_bounds__(kInverseThreads, 2) prepare_kernel(const PrepareArgs args) {
   PrepareShared<T>& shared = *reinterpret_cast<PrepareShared<T>*>(dynamic_shared_memory());
   constexpr int kP = kPitch<kRows>;
   const int64_t slot = blockIdx.x / args.heads;
@@ -92,7 +93,7 @@ __global__ void __launch_bounds__(kInverseThreads) prepare_kernel(const PrepareA
   }
 
   for (int64_t head = key_head * args.group; head < (key_head + 1) * args.group; ++head) {
-    if (warp_id() == 0) load_gates(shared.gates, args.gates, chunk.batch, chunk.token, chunk.length, head);
+    if (warp_id() == 0) load_gates<kKind>(shared.gates, args.gates, chunk.batch, chunk.token, chunk.length, head);
     sync_block();
     const GateRows& gates = shared.gates;
     if (args.factors != nullptr && static_cast<int>(threadIdx.x) < chunk.length) {
@@ -113,7 +114,7 @@ __global__ void __launch_bounds__(kInverseThreads) prepare_kernel(const PrepareA
         const int column = fragment_column(n, j);
         const float decay = column <= row ? gates.between(row, column) : 0.0f;
         l[0][j] = column < row ? gates.beta[row] * (kk[n][j] * decay) : 0.0f;
-        p[0][j] = column <= row ? qk[n][j] * decay : 0.0f;
+        p[0][j] = column <= row ? args.scale * qk[n][j] * decay : 0.0f;
       }
       if (wants_triangle) store_fragment<kP>(shared.matrices.triangle.data, m0, 8 * n, l);
       if (wants_scores) store_fragment<kP>(shared.matrices.scores.data, m0, 8 * n, p);

@@ -31,7 +31,7 @@ struct LocalValueGradientShared {
 };
 
 template <class T>
-__global__ void __launch_bounds__(kStageThreads) local_value_gradient_kernel(const LocalValueGradientArgs args) {
+__global__ void __launch_bounds__(kStageThreads, 1) local_value_gradient_kernel(const LocalValueGradientArgs args) {
   auto& shared = *reinterpret_cast<LocalValueGradientShared<T>*>(dynamic_shared_memory());
   constexpr int kP = kPitch<kRows>;
   const int64_t place = blockIdx.x / args.value_blocks;
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kStageThreads) local_value_gradient_kernel(con
   if (!find_chunk(args.sequences, slot, chunk)) return;
   const int64_t key_head = head / args.group;
   const Window values = {chunk.batch, chunk.token, chunk.length, head, value, args.value_dim - value};
-  if (warp_id() == 0) load_gates(shared.gates, args.gates, chunk.batch, chunk.token, chunk.length, head);
+  if (warp_id() == 0) load_gates<GateKind::kGamma>(shared.gates, args.gates, chunk.batch, chunk.token, chunk.length, head);
   load_tile<T, kRows>(shared.grad_output.data, args.grad_output, values);
   const int m0 = warp_id() * 16;
   float kq[8][4];  // rows: keys; columns: queries
@@ -109,7 +109,7 @@ struct StateGradientShared {
 };
 
 template <class T, int kKeyDim>
-__global__ void __launch_bounds__(kStageThreads) state_gradient_kernel(const StateGradientArgs args) {
+__global__ void __launch_bounds__(kStageThreads, 1) state_gradient_kernel(const StateGradientArgs args) {
   constexpr int kSplit = kKeySplit<kKeyDim>;
   constexpr int kKeys = kKeyDim / kSplit;
   constexpr int kP = kPitch<kKeyDim>;
@@ -140,8 +140,8 @@ __global__ void __launch_bounds__(kStageThreads) state_gradient_kernel(const Sta
     const int rows = static_cast<int>(left < chunk_size ? left : chunk_size);
     const int64_t token = sequence.begin + c * chunk_size;
     const TensorArg& dh = args.dh;
-    store_state<kKeys>(d, dh, sequence.batch * dh.stride[0] + (first_chunk + c) * dh.stride[1] + head * dh.stride[2],
-                       dh.stride[3], dh.stride[4], part);
+    store_chunk_state<T, kKeys>(
+        d, dh, sequence.batch * dh.stride[0] + (first_chunk + c) * dh.stride[1] + head * dh.stride[2], part);
     const Window values = {sequence.batch, token, rows, head, block_value, columns < kRows ? columns : kRows};
     const auto load_keys = [&](const TensorArg& x, int64_t tensor_head) {
       load_tile<T, kKeyDim>(shared.keys.data, x, {sequence.batch, token, rows, tensor_head, 0, args.key_dim});
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kStageThreads) state_gradient_kernel(const Sta
     };
     load_keys(args.k, key_head);
     load_tile<T, kRows>(shared.values.data, args.dv, values);
-    if (warp_id() == 0) load_gates(shared.gates, args.gates, sequence.batch, token, rows, head);
+    if (warp_id() == 0) load_gates<GateKind::kGamma>(shared.gates, args.gates, sequence.batch, token, rows, head);
     wait();
     TokenColumns x;
     clear(x);
@@ -164,13 +164,7 @@ __global__ void __launch_bounds__(kStageThreads) state_gradient_kernel(const Sta
       add_partial(x, partial + (warp_id() ^ 1) * kPartial);
     }
     scale_columns(x, shared.gates.to_end);
-    TokenColumns dv;
-    load_columns<T>(dv, shared.values.data, 16 * row_block);
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) x[n][j] += dv[n][j];
-    }
+    add_columns<T>(x, shared.values.data, 16 * row_block, 1.0f);
     sync_block();
     load_keys(args.w, head);
     load_tile<T, kRows>(shared.values.data, args.grad_output, values);
@@ -185,23 +179,15 @@ __global__ void __launch_bounds__(kStageThreads) state_gradient_kernel(const Sta
     TokenColumns o;
     load_columns<T>(o, shared.values.data, 16 * row_block);
     scale_columns(o, shared.gates.decay);
+    FragmentA<T> decayed[4];
+    to_fragments<T>(decayed, o);
     sync_block();
     load_keys(args.q, key_head);
     wait();
-    float from_output[kKeys / 8][4];
-    clear(from_output);
-    update_state<T, kP, kKeys>(from_output, o, shared.keys.data, part.key);
-#pragma unroll
-    for (int i = 0; i < kKeys / 8; ++i) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) d[i][j] += args.scale * from_output[i][j];
-    }
+    add_scaled<T, kP, kKeys>(d, decayed, shared.keys.data, part.key, args.scale);
     sync_block();
   }
-  if (args.dh0) {
-    const TensorArg& x = args.dh0;
-    store_state<kKeys>(d, x, part.sequence * x.stride[0] + part.head * x.stride[1], x.stride[2], x.stride[3], part);
-  }
+  if (args.dh0) store_state<kKeys>(d, args.dh0, part);
 }
 
 // dq, dk, dw, dg of the output and the states --------------------------------------------------------------------------
@@ -232,16 +218,15 @@ template <class T>
 struct OperandStageShared {
   Tile<T, kRows> q;
   Tile<T, kRows> k;
-  Tile<T, kRows> x;  // do, v_new
-  Tile<T, kRows> y;  // dv2, v_new, the gated scores' gradient
+  Tile<T, kRows> x;  // do, dv2, v_new, the gated scores' gradient
+  Tile<T, kRows> y;  // h, v_new
   Tile<T, kRows> z;  // h, dh
-  float warp_sums[kStageThreads / 32];
   GateRows gates;
   // and [group][kRows] floats: the gradient of the gate so far
 };
 
 template <class T>
-__global__ void __launch_bounds__(kStageThreads) operand_stage_kernel(const OperandStageArgs args) {
+__global__ void __launch_bounds__(kStageThreads, 1) operand_stage_kernel(const OperandStageArgs args) {
   auto& shared = *reinterpret_cast<OperandStageShared<T>*>(dynamic_shared_memory());
   float* gate_sums = reinterpret_cast<float*>(&shared + 1);
   constexpr int kP = kPitch<kRows>;
@@ -275,112 +260,130 @@ __global__ void __launch_bounds__(kStageThreads) operand_stage_kernel(const Oper
     clear(dk);
     for (int64_t member = 0; member < args.group; ++member) {
       const int64_t head = key_head * args.group + member;
-      const auto state_offset = [&](const TensorArg& h) {
-        return chunk.batch * h.stride[0] + dense * h.stride[1] + head * h.stride[2];
-      };
       sync_block();  // the tiles and gates of the member before have been read
-      if (warp_id() == 0) load_gates(shared.gates, args.gates, chunk.batch, chunk.token, chunk.length, head);
+      if (warp_id() == 0) load_gates<GateKind::kGamma>(shared.gates, args.gates, chunk.batch, chunk.token, chunk.length, head);
       load_tile<T, kRows>(shared.q.data, args.q, keys);
       load_tile<T, kRows>(shared.k.data, args.k, keys);
-      float by_output[8][4];
-      float by_update[8][4];
-      float scores[8][4];
-      clear(by_output);
-      clear(by_update);
-      clear(scores);
       const GateRows& gates = shared.gates;
-      for (int value = 0; value < args.value_dim; value += kRows) {
-        const Window values = {chunk.batch, chunk.token, chunk.length, head, value, args.value_dim - value};
-        load_tile<T, kRows>(shared.x.data, args.grad_output, values);
-        load_tile<T, kRows>(shared.y.data, args.dv, values);
-        load_state_tile<T>(shared.z.data, args.h, state_offset(args.h), args.state_v_first, key, args.key_dim - key,
-                           value, args.value_dim - value);
-        wait();
-        multiply_by_state(by_output, shared.x.data);
-        multiply_by_state(by_update, shared.y.data);
-        sync_block();
-        load_tile<T, kRows>(shared.y.data, args.v, values);
-        wait();
-        multiply_tiles_by_rows(scores, shared.x.data, shared.y.data, m0);
-        sync_block();
-      }
-      // dw
-      Window wide = keys;
-      wide.head = head;
-      scale(by_update, -1.0f);
-      store_product<T>(shared.x.data, by_update, args.dw, wide, m0);
-      sync_block();
-      // The state's gradient
-      float by_state[8][4];
-      clear(by_state);
-      float inner = 0.0f;
-      for (int value = 0; value < args.value_dim; value += kRows) {
-        const Window values = {chunk.batch, chunk.token, chunk.length, head, value, args.value_dim - value};
-        load_tile<T, kRows>(shared.x.data, args.v, values);
-        load_state_tile<T>(shared.z.data, args.dh, state_offset(args.dh), args.state_v_first, key, args.key_dim - key,
-                           value, args.value_dim - value);
-        load_state_tile<T>(shared.y.data, args.h, state_offset(args.h), args.state_v_first, key, args.key_dim - key,
-                           value, args.value_dim - value);
-        wait();
-        multiply_by_state(by_state, shared.x.data);
-        for (int i = static_cast<int>(threadIdx.x); i < kRows * kRows; i += kStageThreads) {
-          const int at = i / kRows * kP + i % kRows;
-          inner += to_float(shared.y.data[at]) * to_float(shared.z.data[at]);
+      float* gate_sum = gate_sums + member * kRows;
+      const auto values = [&](int value) {
+        return Window{chunk.batch, chunk.token, chunk.length, head, value, args.value_dim - value};
+      };
+      const auto load_state = [&](T* tile, const TensorArg& h, int value) {
+        const int64_t offset = chunk.batch * h.stride[0] + dense * h.stride[1] + head * h.stride[2];
+        load_state_tile<T>(tile, h, offset, args.state_v_first, key, args.key_dim - key, value, args.value_dim - value);
+      };
+      // total += c; gate_sum += sign <c, tile> by rows; returns this lane's part of <c, tile>
+      const auto take = [&](float (&total)[8][4], const float (&c)[8][4], const T* tile, float sign) {
+        float whole = 0.0f;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int row = m0 + fragment_row(2 * half);
+          float sum = 0.0f;
+#pragma unroll
+          for (int n = 0; n < 8; ++n) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              const int j = 2 * half + i;
+              sum += c[n][j] * to_float(tile[row * kP + fragment_column(n, j)]);
+              total[n][j] += c[n][j];
+            }
+          }
+          whole += sum;
+          sum = group_sum<4>(sum);
+          if ((lane_id() & 3) == 0) gate_sum[row] += sign * sum;
         }
-        sync_block();
-      }
-      inner = warp_sum(inner);
-      if (lane_id() == 0) shared.warp_sums[warp_id()] = inner;
-#pragma unroll
-      for (int n = 0; n < 8; ++n) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int row = m0 + fragment_row(j);
-          const int column = fragment_column(n, j);
-          scores[n][j] = column <= row ? args.scale * scores[n][j] * gates.between(row, column) : 0.0f;
-          by_output[n][j] *= args.scale * gates.decay[row];
-          by_state[n][j] *= gates.to_end[row];
-        }
-      }
-      store_fragment<kP>(shared.x.data, m0, 0, scores);
-      sync_block();
-      // dk_in . k for the bonus of the last row, before the scores' part joins
-      float bonus = 0.0f;
-#pragma unroll
-      for (int n = 0; n < 8; ++n) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int at = (m0 + fragment_row(j)) * kP + fragment_column(n, j);
-          bonus += by_state[n][j] * to_float(shared.k.data[at]);
-        }
-      }
-      bonus = warp_sum(bonus);
-      multiply_tiles(by_output, shared.x.data, shared.k.data, m0);
-      multiply_transposed_tiles(by_state, shared.x.data, shared.q.data, m0);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = m0 + fragment_row(2 * half);
-        float sum = 0.0f;
+        return whole;
+      };
+
+      // Through the state that enters: dq and dw
+      {
+        float c[8][4];
+        const auto multiply = [&](const TensorArg& x) {
+          clear(c);
+          for (int value = 0; value < args.value_dim; value += kRows) {
+            load_tile<T, kRows>(shared.x.data, x, values(value));
+            load_state(shared.z.data, args.h, value);
+            wait();
+            multiply_by_state(c, shared.x.data);
+            sync_block();
+          }
+        };
+        multiply(args.grad_output);
 #pragma unroll
         for (int n = 0; n < 8; ++n) {
 #pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const int j = 2 * half + i;
-            const int at = row * kP + fragment_column(n, j);
-            sum += by_output[n][j] * to_float(shared.q.data[at]) - by_state[n][j] * to_float(shared.k.data[at]);
-            dq[n][j] += by_output[n][j];
-            dk[n][j] += by_state[n][j];
+          for (int j = 0; j < 4; ++j) c[n][j] *= args.scale * gates.decay[m0 + fragment_row(j)];
+        }
+        take(dq, c, shared.q.data, 1.0f);
+        multiply(args.dv);
+        scale(c, -1.0f);
+        Window wide = keys;
+        wide.head = head;
+        store_product<T>(shared.x.data, c, args.dw, wide, m0);
+        sync_block();
+      }
+      // Through the state that leaves: dk
+      float inner = 0.0f;  // <h, dh>
+      float bonus = 0.0f;  // what to_end owes to the last row
+      {
+        float by_state[8][4];
+        clear(by_state);
+        for (int value = 0; value < args.value_dim; value += kRows) {
+          load_tile<T, kRows>(shared.x.data, args.v, values(value));
+          load_state(shared.z.data, args.dh, value);
+          load_state(shared.y.data, args.h, value);
+          wait();
+          multiply_by_state(by_state, shared.x.data);
+          for (int i = static_cast<int>(threadIdx.x); i < kRows * kRows; i += kStageThreads) {
+            const int at = i / kRows * kP + i % kRows;
+            inner += to_float(shared.y.data[at]) * to_float(shared.z.data[at]);
+          }
+          sync_block();
+        }
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) by_state[n][j] *= gates.to_end[m0 + fragment_row(j)];
+        }
+        bonus = take(dk, by_state, shared.k.data, -1.0f);
+      }
+      // Through the scores: both
+      {
+        float c[8][4];
+        clear(c);
+        for (int value = 0; value < args.value_dim; value += kRows) {
+          load_tile<T, kRows>(shared.x.data, args.grad_output, values(value));
+          load_tile<T, kRows>(shared.y.data, args.v, values(value));
+          wait();
+          multiply_tiles_by_rows(c, shared.x.data, shared.y.data, m0);
+          sync_block();
+        }
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const int row = m0 + fragment_row(j);
+            const int column = fragment_column(n, j);
+            c[n][j] = column <= row ? args.scale * c[n][j] * gates.between(row, column) : 0.0f;
           }
         }
-        sum = group_sum<4>(sum);
-        if ((lane_id() & 3) == 0) gate_sums[member * kRows + row] += sum;
+        store_fragment<kP>(shared.x.data, m0, 0, c);
+        sync_block();
+        clear(c);
+        multiply_tiles(c, shared.x.data, shared.k.data, m0);
+        take(dq, c, shared.q.data, 1.0f);
+        clear(c);
+        multiply_transposed_tiles(c, shared.x.data, shared.q.data, m0);
+        take(dk, c, shared.k.data, -1.0f);
       }
-      // Each warp's share of the last row's bonus, one warp after the other so that the order is fixed.
+      // One warp after the other adds its share to the last row, so that the order is fixed.
+      inner = warp_sum(inner);
+      bonus = warp_sum(bonus);
       for (int w = 0; w < kStageThreads / 32; ++w) {
         sync_block();
         if (w == warp_id() && lane_id() == 0) {
-          const float state = gates.chunk_decay == 0.0f ? 0.0f : gates.chunk_decay * shared.warp_sums[w];
-          gate_sums[member * kRows + last] += bonus + state;
+          gate_sum[last] += bonus + (gates.chunk_decay == 0.0f ? 0.0f : gates.chunk_decay * inner);
         }
       }
     }
@@ -430,7 +433,7 @@ struct WyStageShared {
 };
 
 template <class T>
-__global__ void __launch_bounds__(kStageThreads) wy_stage_kernel(const WyStageArgs args) {
+__global__ void __launch_bounds__(kStageThreads, 1) wy_stage_kernel(const WyStageArgs args) {
   auto& shared = *reinterpret_cast<WyStageShared<T>*>(dynamic_shared_memory());
   float* beta_sums = reinterpret_cast<float*>(&shared + 1);
   float* gate_sums = beta_sums + args.group * kRows;
@@ -490,7 +493,7 @@ __global__ void __launch_bounds__(kStageThreads) wy_stage_kernel(const WyStageAr
         }
       };
       sync_block();
-      if (warp_id() == 0) load_gates(shared.gates, args.gates, chunk.batch, chunk.token, chunk.length, head);
+      if (warp_id() == 0) load_gates<GateKind::kGamma>(shared.gates, args.gates, chunk.batch, chunk.token, chunk.length, head);
       load_tile<T, kRows>(shared.A.data, args.A,
                           {chunk.batch, chunk.token, chunk.length, head, 0, args.sequences.chunk_size});
       // dA = dw (beta decay k)^T + du (beta v)^T, and with it k k^T

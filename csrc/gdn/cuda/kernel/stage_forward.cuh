@@ -36,7 +36,7 @@ struct RecomputeShared {
 };
 
 template <class T>
-__global__ void __launch_bounds__(kStageThreads) recompute_kernel(const RecomputeArgs args) {
+__global__ void __launch_bounds__(kStageThreads, 1) recompute_kernel(const RecomputeArgs args) {
   auto& shared = *reinterpret_cast<RecomputeShared<T>*>(dynamic_shared_memory());
   constexpr int kP = kPitch<kRows>;
   const int64_t place = blockIdx.x / args.blocks;
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kStageThreads) recompute_kernel(const Recomput
   load_tile<T, kRows>(shared.A.data, args.A, {chunk.batch, chunk.token, chunk.length, head, 0, args.sequences.chunk_size});
   load_tile<T, kRows>(shared.x.data, keys ? args.k : args.v, input);
   cp_async_commit();
-  if (warp_id() == 0) load_gates(shared.gates, args.gates, chunk.batch, chunk.token, chunk.length, head);
+  if (warp_id() == 0) load_gates<GateKind::kGamma>(shared.gates, args.gates, chunk.batch, chunk.token, chunk.length, head);
   cp_async_wait<0>();
   sync_block();
   for (int i = static_cast<int>(threadIdx.x); i < kRows * kRows; i += kStageThreads) {
@@ -105,7 +105,7 @@ template <int kKeyDim>
 inline constexpr int kKeySplit = kKeyDim > 64 ? 2 : 1;
 
 template <class T, int kKeyDim>
-__global__ void __launch_bounds__(kStageThreads) state_stage_kernel(const StateStageArgs args) {
+__global__ void __launch_bounds__(kStageThreads, 1) state_stage_kernel(const StateStageArgs args) {
   constexpr int kSplit = kKeySplit<kKeyDim>;
   constexpr int kKeys = kKeyDim / kSplit;
   constexpr int kP = kPitch<kKeyDim>;
@@ -133,14 +133,14 @@ __global__ void __launch_bounds__(kStageThreads) state_stage_kernel(const StateS
     const int rows = static_cast<int>(left < chunk_size ? left : chunk_size);
     const int64_t token = sequence.begin + done;
     const TensorArg& h = args.h;
-    store_state<kKeys>(s, h, sequence.batch * h.stride[0] + (first_chunk + c) * h.stride[1] + head * h.stride[2],
-                       h.stride[3], h.stride[4], part);
+    store_chunk_state<T, kKeys>(
+        s, h, sequence.batch * h.stride[0] + (first_chunk + c) * h.stride[1] + head * h.stride[2], part);
     load_tile<T, kKeyDim>(shared.keys.data, args.w, {sequence.batch, token, rows, head, 0, args.key_dim});
     const int columns = args.value_dim - block_value;
     load_tile<T, kRows>(shared.values.data, args.u,
                         {sequence.batch, token, rows, head, block_value, columns < kRows ? columns : kRows});
     cp_async_commit();
-    if (warp_id() == 0) load_gates(shared.gates, args.gates, sequence.batch, token, rows, head);
+    if (warp_id() == 0) load_gates<GateKind::kGamma>(shared.gates, args.gates, sequence.batch, token, rows, head);
     cp_async_wait<0>();
     sync_block();
     TokenColumns y;
@@ -151,13 +151,7 @@ __global__ void __launch_bounds__(kStageThreads) state_stage_kernel(const StateS
       sync_named(1 + row_block, 64);
       add_partial(y, partial + (warp_id() ^ 1) * kPartial);
     }
-    TokenColumns u;
-    load_columns<T>(u, shared.values.data, 16 * row_block);
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) y[n][j] = u[n][j] - y[n][j];
-    }
+    add_columns<T>(y, shared.values.data, 16 * row_block, -1.0f);
     if (args.v_new && half == 0) {
       store_columns<T>(y, args.v_new, {sequence.batch, token, rows, head, part.value, args.value_dim - part.value});
     }
@@ -171,10 +165,7 @@ __global__ void __launch_bounds__(kStageThreads) state_stage_kernel(const StateS
     update_state<T, kP, kKeys>(s, y, shared.keys.data, part.key);
     sync_block();
   }
-  if (args.final_state) {
-    const TensorArg& x = args.final_state;
-    store_state<kKeys>(s, x, part.sequence * x.stride[0] + part.head * x.stride[1], x.stride[2], x.stride[3], part);
-  }
+  if (args.final_state) store_state<kKeys>(s, args.final_state, part);
 }
 
 // o = scale (decay (q h) + (q k^T between) v) -------------------------------------------------------------------------
@@ -221,7 +212,7 @@ __device__ __forceinline__ void load_state_tile(T* tile, const TensorArg& h, int
 }
 
 template <class T>
-__global__ void __launch_bounds__(kStageThreads) output_kernel(const OutputArgs args) {
+__global__ void __launch_bounds__(kStageThreads, 1) output_kernel(const OutputArgs args) {
   auto& shared = *reinterpret_cast<OutputShared<T>*>(dynamic_shared_memory());
   constexpr int kP = kPitch<kRows>;
   const int64_t place = blockIdx.x / args.value_blocks;
@@ -235,7 +226,7 @@ __global__ void __launch_bounds__(kStageThreads) output_kernel(const OutputArgs 
                        dense_chunk_index(args.sequences, chunk.sequence, chunk.index) * args.h.stride[1] +
                        head * args.h.stride[2];
   const Window values = {chunk.batch, chunk.token, chunk.length, head, value, args.value_dim - value};
-  if (warp_id() == 0) load_gates(shared.gates, args.gates, chunk.batch, chunk.token, chunk.length, head);
+  if (warp_id() == 0) load_gates<GateKind::kGamma>(shared.gates, args.gates, chunk.batch, chunk.token, chunk.length, head);
   load_tile<T, kRows>(shared.v.data, args.v, values);
   const int m0 = warp_id() * 16;
   float qk[8][4];

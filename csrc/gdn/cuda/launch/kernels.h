@@ -8,7 +8,7 @@
 
 namespace cula::gdn::cuda {
 
-template <class T>
+template <class T, GateKind kKind>
 void launch_prepare(const PrepareArgs& args, device::Stream stream);
 template <class T>
 void launch_forward_scan(const ForwardScanArgs& args, device::Stream stream);

@@ -4,9 +4,9 @@
 
 namespace cula::gdn::cuda {
 
-template <class T>
+template <class T, GateKind kKind>
 void launch_prepare(const PrepareArgs& args, device::Stream stream) {
-  device::launch<prepare_kernel<T>>("prepare",
+  device::launch<prepare_kernel<T, kKind>>("prepare",
                                     {.blocks = args.sequences.num_slots() * args.heads, .threads = kInverseThreads,
                                      .shared_bytes = sizeof(PrepareShared<T>), .stream = stream},
                                     args);

@@ -6,7 +6,11 @@
 namespace cula::device {
 
 inline int lane_id() { return emulator::current().lane; }
-inline int warp_id() { return emulator::current().warp; }
+// A shuffle on a GPU, so all lanes must meet here too.
+inline int warp_id() {
+  emulator::meet_warp("warp_id", nullptr, [](void* const*) {});
+  return emulator::current().warp;
+}
 
 template <class T>
 struct EmulatedShuffle {
