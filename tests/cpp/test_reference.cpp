@@ -304,7 +304,8 @@ TEST(Reference, RejectsWhatDoesNotFit) {
   with_saved.saved = &saved;
   expect_error([&] { gdn::reference::forward(c.problem, with_saved); }, "ValueError", {"saved"});
   gdn::BackwardTensors unwanted = backward_tensors(c, x, r);
-  unwanted.dA_log = r.dg.view({2}, {1}).dl();
+  const Tensor per_head(DType::kFloat64, {2});
+  unwanted.dA_log = per_head.dl();
   expect_error([&] { gdn::reference::backward(c.problem, unwanted); }, "ValueError", {"dA_log"});
   EXPECT_TRUE(r.o.untouched() && r.dq.untouched() && r.final_state.untouched());
 }
