@@ -9,6 +9,14 @@ import torch
 from torch import Tensor
 
 
+def refuse_keywords(function: str, kwargs: dict[str, Any]) -> None:
+    """Refuses what a call's signature does not have."""
+    if "head_first" in kwargs:
+        raise DeprecationWarning("head_first: removed; tensors are [B, T, H, ...] with the tokens first")
+    if kwargs:
+        raise TypeError(f"{function}() got an unexpected keyword argument '{next(iter(kwargs))}'")
+
+
 def resolve_state_layout(function: str, state_v_first: bool, kwargs: dict[str, Any]) -> bool:
     """Honours the deprecated spellings in `kwargs` and refuses the rest; returns `state_v_first`."""
     if "transpose_state_layout" in kwargs:
@@ -20,18 +28,25 @@ def resolve_state_layout(function: str, state_v_first: bool, kwargs: dict[str, A
             "transpose_state_layout is deprecated; its name is now state_v_first", DeprecationWarning, stacklevel=3
         )
         state_v_first = kwargs.pop("transpose_state_layout")
-    if "head_first" in kwargs:
-        raise DeprecationWarning("head_first: removed; tensors are [B, T, H, ...] with the tokens first")
-    if kwargs:
-        raise TypeError(f"{function}() got an unexpected keyword argument '{next(iter(kwargs))}'")
+    refuse_keywords(function, kwargs)
     return state_v_first
+
+
+def check_tensor(name: str, x: Any) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+
+
+def check_chunk_size(chunk_size: int) -> None:
+    """Here for the calls that allocate A, of which it is a dimension; C++ checks it for the others."""
+    if chunk_size not in (16, 32, 64):
+        raise ValueError(f"chunk_size: expected 16, 32 or 64, got {chunk_size}")
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, use_gate_in_kernel: bool) -> None:
     """What must hold before outputs can be allocated, and what only Python can see; C++ checks the rest."""
     for name, tensor in (("q", q), ("k", k), ("v", v), ("beta", beta)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+        check_tensor(name, tensor)
     if q.dim() != 4:
         raise ValueError(f"q: expected shape [B, T, H, K], got {list(q.shape)}")
     if v.dim() != 4:

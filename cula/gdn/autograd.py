@@ -26,24 +26,43 @@ OPTIONS_SCHEMA = (
     "float? scale, int chunk_size, bool use_qk_l2norm, bool use_gate, bool use_beta_sigmoid, bool allow_neg_eigval, "
     "bool state_v_first, str backend"
 )
-# Inputs that may have a gradient: the first ones.
-NUM_DIFFERENTIABLE = 8
-NUM_FORWARD_ARGUMENTS = 21
+
+
+def _names(schema: str) -> list[str]:
+    return [argument.split()[-1] for argument in schema.split(", ")]
+
+
+# Where arguments stand in a call of an operator: its options are the last ones. NUM_INPUTS and CU_SEQLENS hold for the
+# two operators that compute outputs, whose inputs are the first ones.
+NUM_INPUTS = len(_names(INPUTS_SCHEMA))
+CU_SEQLENS = _names(INPUTS_SCHEMA).index("cu_seqlens")
+CU_SEQLENS_CPU = _names(INPUTS_SCHEMA).index("cu_seqlens_cpu")
+OPTIONS = slice(-len(_names(OPTIONS_SCHEMA)), None)
+STATE_V_FIRST = OPTIONS.start + _names(OPTIONS_SCHEMA).index("state_v_first")
+# Inputs that may have a gradient: the first ones, up to the lengths.
+NUM_DIFFERENTIABLE = CU_SEQLENS
+
+_FORWARD_SCHEMA = (
+    f"{INPUTS_SCHEMA}, Tensor? chunk_indices, bool output_final_state, bool save_for_backward, {OPTIONS_SCHEMA}"
+)
+_CHUNK_INDICES = NUM_INPUTS
+_NUM_FORWARD_ARGUMENTS = len(_names(_FORWARD_SCHEMA))
+# Results of forward that backward takes; the first, A, is there whenever they are saved.
+_SAVED_RESULTS_SCHEMA = "Tensor? A, Tensor? q_normalized, Tensor? k_normalized, Tensor? q_rstd, Tensor? k_rstd"
 
 library: Any = torch.library.Library("cula_gdn", "DEF")  # type: ignore[no-untyped-call]
-library.define(
-    f"chunk_forward({INPUTS_SCHEMA}, Tensor? chunk_indices, bool output_final_state, bool save_for_backward, "
-    f"{OPTIONS_SCHEMA}) -> (Tensor o, Tensor? final_state, Tensor? A, Tensor? q_normalized, Tensor? k_normalized, "
-    "Tensor? q_rstd, Tensor? k_rstd)"
-)
+library.define(f"chunk_forward({_FORWARD_SCHEMA}) -> (Tensor o, Tensor? final_state, {_SAVED_RESULTS_SCHEMA})")
+
 # The gradients of the differentiable inputs, each where its entry of `wanted` is set. q and k are absent where their
 # normalised copies stand in for them.
-_SAVED_SCHEMA = INPUTS_SCHEMA.replace("Tensor q, Tensor k", "Tensor? q, Tensor? k")
+_SAVED_INPUTS_SCHEMA = INPUTS_SCHEMA.replace("Tensor q, Tensor k", "Tensor? q, Tensor? k")
 library.define(
-    f"chunk_backward(Tensor? grad_o, Tensor? grad_final_state, {_SAVED_SCHEMA}, Tensor A, Tensor? q_normalized, "
-    f"Tensor? k_normalized, Tensor? q_rstd, Tensor? k_rstd, bool[{NUM_DIFFERENTIABLE}] wanted, {OPTIONS_SCHEMA}) -> "
-    "(Tensor? dq, Tensor? dk, Tensor? dv, Tensor? dg, Tensor? dbeta, Tensor? dA_log, Tensor? ddt_bias, Tensor? dh0)"
+    f"chunk_backward(Tensor? grad_o, Tensor? grad_final_state, {_SAVED_INPUTS_SCHEMA}, "
+    f"{_SAVED_RESULTS_SCHEMA.replace('Tensor? A', 'Tensor A')}, bool[{NUM_DIFFERENTIABLE}] wanted, {OPTIONS_SCHEMA}) "
+    "-> (Tensor? dq, Tensor? dk, Tensor? dv, Tensor? dg, Tensor? dbeta, Tensor? dA_log, Tensor? ddt_bias, Tensor? dh0)"
 )
+_SAVED_INPUTS = slice(2, 2 + NUM_INPUTS)  # behind the two gradients
+_SAVED_RESULTS = slice(_SAVED_INPUTS.stop, _SAVED_INPUTS.stop + len(_names(_SAVED_RESULTS_SCHEMA)))
 
 OptionalTensors = tuple[Tensor | None, ...]
 
@@ -88,14 +107,14 @@ def _allocate_forward(
 
 
 def _chunk_forward(*arguments: Any) -> OptionalTensors:
-    q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, chunk_indices = arguments[:11]
-    offsets = native_offsets(cu_seqlens, cu_seqlens_cpu, v)
+    q, k, v, g, *others = arguments[:NUM_DIFFERENTIABLE]
+    offsets = native_offsets(arguments[CU_SEQLENS], arguments[CU_SEQLENS_CPU], v)
     if g is None:
         g = _arguments.zero_gate(v)
     results = _allocate_forward(*arguments)
     _native.forward(
-        q, k, v, g, beta, A_log, dt_bias, initial_state, *results, *offsets, chunk_indices,
-        *arguments[13:], _native.num_threads(),
+        q, k, v, g, *others, *results, *offsets, arguments[_CHUNK_INDICES],
+        *arguments[OPTIONS], _native.num_threads(),
     )  # fmt: skip
     return results
 
@@ -106,12 +125,12 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: OptionalTensors) -
     ctx.saves = A is not None
     if not ctx.saves:
         return
-    q, k, *others = inputs[:10]
+    q, k, *others = inputs[:NUM_INPUTS]
     if q_normalized is not None:
         q = k = None
     ctx.save_for_backward(q, k, *others, A, q_normalized, *statistics)
     ctx.mark_non_differentiable(*(x for x in output[2:] if x is not None))
-    ctx.options = inputs[13:]
+    ctx.options = inputs[OPTIONS]
 
 
 def _backward(ctx: Any, *gradients: Any) -> OptionalTensors:
@@ -119,10 +138,10 @@ def _backward(ctx: Any, *gradients: Any) -> OptionalTensors:
     if not ctx.saves:
         raise RuntimeError("cula_gdn::chunk_forward was called with save_for_backward=False, so it has no gradient")
     if grad_o is None and grad_final_state is None:
-        return (None,) * NUM_FORWARD_ARGUMENTS
+        return (None,) * _NUM_FORWARD_ARGUMENTS
     wanted = ctx.needs_input_grad[:NUM_DIFFERENTIABLE]
     results = _gradient_operator()(grad_o, grad_final_state, *ctx.saved_tensors, wanted, *ctx.options)
-    return (*results, *(None,) * (NUM_FORWARD_ARGUMENTS - NUM_DIFFERENTIABLE))
+    return (*results, *(None,) * (_NUM_FORWARD_ARGUMENTS - NUM_DIFFERENTIABLE))
 
 
 # Backward -----------------------------------------------------------------------------------------------------------
@@ -160,16 +179,17 @@ def _allocate_backward(
 
 
 def _chunk_backward(*arguments: Any) -> OptionalTensors:
-    grad_o, grad_final_state, q, k, v, g, *others = arguments[:10]
-    offsets = native_offsets(arguments[10], arguments[11], v)
+    grad_o, grad_final_state = arguments[:2]
+    q, k, v, g, *others, cu_seqlens, cu_seqlens_cpu = arguments[_SAVED_INPUTS]
+    offsets = native_offsets(cu_seqlens, cu_seqlens_cpu, v)
     if g is None:
         g = _arguments.zero_gate(v)
     if grad_o is None:
         grad_o = v.new_zeros(()).expand(v.shape)
     results = _allocate_backward(*arguments)
     _native.backward(
-        q, k, v, g, *others, *arguments[12:17], grad_o, grad_final_state, *results, *offsets, None,
-        *arguments[18:], _native.num_threads(),
+        q, k, v, g, *others, *arguments[_SAVED_RESULTS], grad_o, grad_final_state, *results, *offsets, None,
+        *arguments[OPTIONS], _native.num_threads(),
     )  # fmt: skip
     return results
 
@@ -180,25 +200,34 @@ def _refuse_double_backward(ctx: Any, *_: Any) -> None:
     )
 
 
-def _refuse_vmap(*_: Any) -> None:
-    raise NotImplementedError(
-        "chunk_gated_delta_rule: torch.vmap is not implemented; give the mapped dimension as the batch dimension B"
-    )
+def _vmap_refusal(function: str) -> Callable[..., None]:
+    def refuse(*_: Any) -> None:
+        raise NotImplementedError(
+            f"{function}: torch.vmap is not implemented; give the mapped dimension as the batch dimension B"
+        )
+
+    return refuse
 
 
 # Registration -------------------------------------------------------------------------------------------------------
 
 
-def define(name: str, implementation: Callable[..., Any], allocate: Callable[..., Any]) -> Callable[..., Any]:
-    """Registers an operator of the library for every device, and its fake; returns the operator."""
+def define(
+    name: str, implementation: Callable[..., Any], allocate: Callable[..., Any], function: str
+) -> Callable[..., Any]:
+    """Registers an operator of the library for every device, and its fake; returns the operator.
+
+    `function` is the public one that its messages name.
+    """
     library.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"cula_gdn::{name}", allocate, lib=library)
-    torch.library.register_vmap(f"cula_gdn::{name}", _refuse_vmap, lib=library)
+    torch.library.register_vmap(f"cula_gdn::{name}", _vmap_refusal(function), lib=library)
     return getattr(torch.ops.cula_gdn, name).default  # type: ignore[no-any-return]
 
 
-chunk_forward = define("chunk_forward", _chunk_forward, _allocate_forward)
-chunk_backward = define("chunk_backward", _chunk_backward, _allocate_backward)
+_FUNCTION = "chunk_gated_delta_rule"
+chunk_forward = define("chunk_forward", _chunk_forward, _allocate_forward, _FUNCTION)
+chunk_backward = define("chunk_backward", _chunk_backward, _allocate_backward, _FUNCTION)
 torch.library.register_autograd("cula_gdn::chunk_forward", _backward, setup_context=_setup_context, lib=library)
 torch.library.register_autograd("cula_gdn::chunk_backward", _refuse_double_backward, lib=library)
 
@@ -221,14 +250,14 @@ class _TransformedFunction(torch.autograd.Function):
     forward = staticmethod(chunk_forward)
     setup_context = staticmethod(_setup_context)
     backward = staticmethod(_backward)
-    vmap = staticmethod(_refuse_vmap)
+    vmap = staticmethod(_vmap_refusal(_FUNCTION))
 
 
 class _TransformedGradient(torch.autograd.Function):
     forward = staticmethod(chunk_backward)
     setup_context = staticmethod(lambda ctx, inputs, output: None)
     backward = staticmethod(_refuse_double_backward)
-    vmap = staticmethod(_refuse_vmap)
+    vmap = staticmethod(_vmap_refusal(_FUNCTION))
 
 
 def _gradient_operator() -> Callable[..., Any]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -12,10 +11,6 @@ from cula.gdn import _arguments
 from cula.gdn.autograd import forward_operator
 
 __all__ = ["chunk_gated_delta_rule", "chunk_gdn"]
-
-# What runs a call with `cp_context`: takes the arguments of chunk_gated_delta_rule by keyword, without those that the
-# context decides, and returns its result. cula.gdn.cp sets it when it is imported.
-context_parallel_operator: Callable[..., tuple[Tensor, None]] | None = None
 
 
 def chunk_gated_delta_rule(
@@ -60,7 +55,9 @@ def chunk_gated_delta_rule(
         q, k: `[B, T, H, K]`, float, one dtype with v.
         v: `[B, T, HV, V]`.
         g: `[B, T, HV]`, float: log decay in nats (natural logarithm, usually negative); -inf resets the state. None
-            is no decay. With use_gate_in_kernel: the raw gate.
+            is no decay. With use_gate_in_kernel: the raw gate. Finite rows before a reset have no influence behind
+            it, but NaN or infinite ones still reach the rows of their own chunk (0 * NaN in its matrix products);
+            only a reset at the first row of a chunk stops those.
         beta: `[B, T, HV]`, float: strength of the update; a logit with use_beta_sigmoid_in_kernel.
         scale: factor of the output; None is K^-0.5.
         initial_state: `[N, HV, K, V]`, float; None is zeros.
@@ -71,12 +68,14 @@ def chunk_gated_delta_rule(
         state_v_first: states are `[N, HV, V, K]`.
         cu_seqlens: `[N + 1]`, int32 or int64: sequences packed on the token axis, B = 1; ascending offsets that start
             at 0. The state restarts at each; empty ones are allowed. Outputs and gradients of tokens behind the last
-            offset are zero. From a device they are read once for each tensor and content: one synchronisation.
+            offset are zero. From a device they are read once for each tensor and version: one synchronisation.
+            Writes that do not raise the tensor's version, as by kernels that take its address, are not seen: pass
+            cu_seqlens_cpu then.
         cu_seqlens_cpu: cu_seqlens on the CPU; spares that synchronisation. Must agree with cu_seqlens, which is
             checked where that is on the CPU too; on a device it is taken on trust.
         chunk_indices: `[NT, 2]`, as of `prepare_chunk_indices`. Not needed; if given it must agree with cu_seqlens
             and chunk_size, which is checked where it is on the CPU.
-        cp_context: context parallelism; the context then supplies the lengths.
+        cp_context: must be None: context parallelism between ranks is not in this version.
         use_gate_in_kernel: the log decay is -exp(A_log) softplus(g + dt_bias).
         A_log: HV elements, float; required with use_gate_in_kernel.
         dt_bias: HV elements, float; only with use_gate_in_kernel.
@@ -99,21 +98,14 @@ def chunk_gated_delta_rule(
         DeprecationWarning: head_first, which no longer exists, was passed.
         RuntimeError: no backend for this device in this build; lengths on a device during CUDA graph capture;
             a gradient of a gradient.
-        NotImplementedError: torch.vmap.
+        NotImplementedError: cp_context, once its checks are passed; torch.vmap.
     """
     if kwargs:
         state_v_first = _arguments.resolve_state_layout("chunk_gated_delta_rule", state_v_first, kwargs)
     _arguments.check_inputs(q, k, v, g, beta, use_gate_in_kernel)
-    if chunk_size not in (16, 32, 64):  # it is a dimension of A
-        raise ValueError(f"chunk_size: expected 16, 32 or 64, got {chunk_size}")
+    _arguments.check_chunk_size(chunk_size)
     if cp_context is not None:
-        return _run_context_parallel(
-            cp_context, initial_state, output_final_state,
-            q=q, k=k, v=v, g=g, beta=beta, scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
-            state_v_first=state_v_first, use_gate_in_kernel=use_gate_in_kernel, A_log=A_log, dt_bias=dt_bias,
-            chunk_size=chunk_size, backend=backend,
-        )  # fmt: skip
+        _refuse_context_parallel(cp_context, initial_state, output_final_state)
     if cu_seqlens is None and (cu_seqlens_cpu is not None or chunk_indices is not None):
         name = "chunk_indices" if cu_seqlens_cpu is None else "cu_seqlens_cpu"
         raise ValueError(f"{name}: expected cu_seqlens with it, got it alone")
@@ -129,18 +121,15 @@ def chunk_gated_delta_rule(
     return o, final_state
 
 
-def _run_context_parallel(
-    cp_context: Any, initial_state: Tensor | None, output_final_state: bool, **arguments: Any
-) -> tuple[Tensor, None]:
+def _refuse_context_parallel(cp_context: Any, initial_state: Tensor | None, output_final_state: bool) -> NoReturn:
+    """What flash-linear-attention refuses by its own exceptions first, so that callers' handling of those holds."""
     if initial_state is not None:
         raise AssertionError("initial_state: expected None with cp_context, got a tensor")
     if output_final_state:
         raise AssertionError("output_final_state: expected False with cp_context, got True")
-    if cp_context.cu_seqlens is None:
+    if getattr(cp_context, "cu_seqlens", None) is None:
         raise AssertionError("cp_context: expected a context with cu_seqlens, got one without")
-    if context_parallel_operator is None:
-        raise NotImplementedError("cp_context: context parallelism is not part of this build")
-    return context_parallel_operator(cp_context=cp_context, **arguments)
+    raise NotImplementedError("cp_context: context parallelism between ranks is not in this version; expected None")
 
 
 chunk_gdn = chunk_gated_delta_rule

@@ -8,7 +8,19 @@ import torch
 from torch import Tensor
 
 from cula.gdn import _arguments, _native
-from cula.gdn.autograd import INPUTS_SCHEMA, OPTIONS_SCHEMA, OptionalTensors, define, library
+from cula.gdn.autograd import (
+    CU_SEQLENS,
+    CU_SEQLENS_CPU,
+    INPUTS_SCHEMA,
+    NUM_DIFFERENTIABLE,
+    NUM_INPUTS,
+    OPTIONS,
+    OPTIONS_SCHEMA,
+    STATE_V_FIRST,
+    OptionalTensors,
+    define,
+    library,
+)
 from cula.gdn.index import native_offsets
 
 __all__ = ["fused_recurrent_gated_delta_rule", "fused_recurrent_gdn"]
@@ -16,25 +28,27 @@ __all__ = ["fused_recurrent_gated_delta_rule", "fused_recurrent_gdn"]
 library.define(
     f"recurrent_forward({INPUTS_SCHEMA}, bool output_final_state, {OPTIONS_SCHEMA}) -> (Tensor o, Tensor? final_state)"
 )
+_OUTPUT_FINAL_STATE = NUM_INPUTS
 
 
 def _allocate(*arguments: Any) -> OptionalTensors:
-    q, v, cu_seqlens, output_final_state, state_v_first = (arguments[i] for i in (0, 2, 8, 10, 17))
+    q, _, v, *_ = arguments
     final_state = None
-    if output_final_state:
-        final_state = q.new_empty(
-            _arguments.state_shape(q, v, cu_seqlens, state_v_first), dtype=_arguments.statistics_dtype(q.dtype)
-        )
+    if arguments[_OUTPUT_FINAL_STATE]:
+        shape = _arguments.state_shape(q, v, arguments[CU_SEQLENS], arguments[STATE_V_FIRST])
+        final_state = q.new_empty(shape, dtype=_arguments.statistics_dtype(q.dtype))
     return q.new_empty(v.shape), final_state
 
 
 def _recurrent_forward(*arguments: Any) -> OptionalTensors:
-    q, k, v, g, *others = arguments[:8]
-    offsets = native_offsets(arguments[8], arguments[9], v)
+    q, k, v, g, *others = arguments[:NUM_DIFFERENTIABLE]
+    offsets = native_offsets(arguments[CU_SEQLENS], arguments[CU_SEQLENS_CPU], v)
     if g is None:
         g = _arguments.zero_gate(v)
     results = _allocate(*arguments)
-    _native.recurrent_forward(q, k, v, g, *others, *results, *offsets, None, *arguments[11:], _native.num_threads())
+    _native.recurrent_forward(
+        q, k, v, g, *others, *results, *offsets, None, *arguments[OPTIONS], _native.num_threads()
+    )  # fmt: skip
     return results
 
 
@@ -45,7 +59,7 @@ def _refuse_backward(ctx: Any, *_: Any) -> None:
     )
 
 
-recurrent_forward = define("recurrent_forward", _recurrent_forward, _allocate)
+recurrent_forward = define("recurrent_forward", _recurrent_forward, _allocate, "fused_recurrent_gated_delta_rule")
 torch.library.register_autograd("cula_gdn::recurrent_forward", _refuse_backward, lib=library)
 
 
@@ -104,6 +118,7 @@ def fused_recurrent_gated_delta_rule(
     if beta is None:
         if use_beta_sigmoid_in_kernel:
             raise ValueError("beta: expected logits with use_beta_sigmoid_in_kernel=True, got None")
+        _arguments.check_tensor("v", v)
         beta = v.new_ones((), dtype=torch.float32).expand(v.shape[:-1])
     _arguments.check_inputs(q, k, v, g, beta, use_gate_in_kernel)
     if use_gate_in_kernel and A_log is None:

@@ -1,6 +1,7 @@
 """The operator as its definition reads: the token recurrence and its exact adjoint in float64, on the CPU.
 
-What every backend is checked against, and what a user can check the library with. It shares no code with the backends.
+What every backend is checked against, and what a user can check the library with. It shares no arithmetic with the
+backends.
 """
 
 from __future__ import annotations

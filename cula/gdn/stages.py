@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from cula.gdn import _native
-from cula.gdn._arguments import statistics_dtype
+from cula.gdn._arguments import check_chunk_size, check_tensor, refuse_keywords, state_shape, statistics_dtype
 from cula.gdn.index import host_offsets, native_offsets, prepare_chunk_offsets
 
 __all__ = [
@@ -86,13 +86,18 @@ class _Stage:
         )  # fmt: skip
 
 
-def _shape(name: str, tensor: Tensor | None, letters: str) -> tuple[int, ...]:
+def _shape(name: str, tensor: Any, letters: str) -> tuple[int, ...]:
     """The sizes of an argument whose number of dimensions must be that of `letters`."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    check_tensor(name, tensor)
     if tensor.dim() != len(letters.split()):
         raise ValueError(f"{name}: expected shape [{letters.replace(' ', ', ')}], got {list(tensor.shape)}")
     return tuple(tensor.shape)
+
+
+def _check_raw_gate(g: Tensor) -> None:
+    check_tensor("g", g)
+    if g.dim() == 0:
+        raise ValueError("g: expected shape [.., HV], got []")
 
 
 def _refuse(function: str, **arguments: Any) -> None:
@@ -145,13 +150,14 @@ def l2norm_fwd(
     """y = x rstd with rstd = 1 / sqrt(sum x^2 + 1e-6) over the last dimension.
 
     Args:
-        x: `[.., D]` float.
+        x: `[.., D]` float, of at most 6 dimensions.
         output_dtype: of y; None is that of x.
 
     Returns:
         y: like x; rstd: `[..]` float32 (float64 for float64 x).
     """
     _check_eps(eps)
+    check_tensor("x", x)
     y = x.new_empty(x.shape, dtype=output_dtype or x.dtype)
     rstd = x.new_empty(x.shape[:-1], dtype=statistics_dtype(x.dtype))
     _l2norm_fwd(x, y, rstd, dtype=x.dtype, backend=backend)
@@ -161,13 +167,15 @@ def l2norm_fwd(
 def l2norm_bwd(y: Tensor, rstd: Tensor, dy: Tensor, eps: float = _L2NORM_EPS, *, backend: str | None = None) -> Tensor:
     """dx = rstd (dy - y <dy, y>), like y, from the results of `l2norm_fwd`."""
     _check_eps(eps)
+    check_tensor("y", y)
     dx = y.new_empty(y.shape)
     _l2norm_bwd(y, rstd, dy, dx, dtype=y.dtype, backend=backend)
     return dx
 
 
 def fused_beta_sigmoid_fwd(x: Tensor, scale: float = 1.0, *, backend: str | None = None) -> Tensor:
-    """scale sigmoid(x) for logits x of any shape; float32 (float64 for float64 x)."""
+    """scale sigmoid(x) for logits x of at most 6 dimensions; float32 (float64 for float64 x)."""
+    check_tensor("x", x)
     y = x.new_empty(x.shape, dtype=statistics_dtype(x.dtype))
     _fused_beta_sigmoid_fwd(x, scale, y, dtype=x.dtype, backend=backend)
     return y
@@ -175,6 +183,7 @@ def fused_beta_sigmoid_fwd(x: Tensor, scale: float = 1.0, *, backend: str | None
 
 def fused_beta_sigmoid_bwd(x: Tensor, dy: Tensor, scale: float = 1.0, *, backend: str | None = None) -> Tensor:
     """dx = dy scale s (1 - s) with s = sigmoid(x), like x."""
+    check_tensor("x", x)
     dx = x.new_empty(x.shape)
     _fused_beta_sigmoid_bwd(x, dy, scale, dx, dtype=x.dtype, backend=backend)
     return dx
@@ -199,10 +208,7 @@ def chunk_local_cumsum(
         g: `[B, T, HV]` float.
         output_dtype: float32 unless given; None is that of g. The sum itself runs in float32 (float64 for float64 g).
     """
-    if "head_first" in kwargs:
-        raise DeprecationWarning("head_first: removed; tensors are [B, T, H, ...] with the tokens first")
-    if kwargs:
-        raise TypeError(f"chunk_local_cumsum() got an unexpected keyword argument '{next(iter(kwargs))}'")
+    refuse_keywords("chunk_local_cumsum", kwargs)
     _refuse("chunk_local_cumsum", use_graph=use_graph)
     B, T, HV = _shape("g", g, "B T HV")
     out = g.new_empty(g.shape, dtype=output_dtype or g.dtype)
@@ -227,6 +233,7 @@ def gdn_gate_fwd(
     Args:
         g: `[.., HV]` float, the raw gate; A_log, dt_bias: HV elements.
     """
+    _check_raw_gate(g)
     HV = g.shape[-1]
     out = g.new_empty(g.shape, dtype=output_dtype)
     flat = g.reshape(1, -1, HV)
@@ -268,6 +275,11 @@ def gdn_gate_bwd(
     With z = g + dt_bias: dg = -exp(A_log) sigmoid(z) dyg; dA_log = sum of dyg times the log decay; ddt_bias = sum of
     the unrounded dg. Each like its input; ddt_bias is None without dt_bias.
     """
+    _check_raw_gate(g)
+    check_tensor("A_log", A_log)
+    check_tensor("dyg", dyg)
+    if dyg.shape != g.shape:
+        raise ValueError(f"dyg: expected the shape of g, {list(g.shape)}, got {list(dyg.shape)}")
     HV = g.shape[-1]
     dg, dA_log = g.new_empty(g.shape), A_log.new_empty(A_log.shape)
     ddt_bias = None if dt_bias is None else dt_bias.new_empty(dt_bias.shape)
@@ -308,6 +320,7 @@ def chunk_scaled_dot_kkt_fwd(
     Returns:
         `[B, T, HV, C]`: row of token t, column = position inside the chunk; 0 elsewhere.
     """
+    check_chunk_size(chunk_size)
     B, T, H, K = _shape("k", k, "B T H K")
     HV = _shape("beta", beta, "B T HV")[2]
     L = k.new_empty((B, T, HV, chunk_size), dtype=output_dtype)
@@ -358,8 +371,7 @@ def chunk_gated_delta_rule_fwd_intra(
     Returns:
         w: `[B, T, HV, K]`; u: `[B, T, HV, V]`; A: `[B, T, HV, C]`, all in the dtype of k.
     """
-    if chunk_size not in (16, 32, 64):  # it is a dimension of A
-        raise ValueError(f"chunk_size: expected 16, 32 or 64, got {chunk_size}")
+    check_chunk_size(chunk_size)
     B, T, H, K = _shape("k", k, "B T H K")
     HV, V = _shape("v", v, "B T HV V")[2:]
     w, u, A = (k.new_empty((B, T, HV, size)) for size in (K, V, chunk_size))
@@ -436,11 +448,10 @@ def chunk_gated_delta_rule_fwd_h(
     _check_chunk_offsets(chunk_offsets, cu_seqlens, chunk_size)
     B, T, H, K = _shape("k", k, "B T H K")
     HV, V = _shape("u", u, "B T HV V")[2:]
-    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    state = (V, K) if state_v_first else (K, V)
-    h = k.new_empty((B, _num_chunks(T, cu_seqlens, cu_seqlens_cpu, chunk_size), HV, *state))
+    states = state_shape(k, u, cu_seqlens, state_v_first)
+    h = k.new_empty((B, _num_chunks(T, cu_seqlens, cu_seqlens_cpu, chunk_size), *states[1:]))
     v_new = u.new_empty(u.shape) if save_new_value else None
-    final_state = k.new_empty((N, HV, *state), dtype=statistics_dtype(k.dtype)) if output_final_state else None
+    final_state = k.new_empty(states, dtype=statistics_dtype(k.dtype)) if output_final_state else None
     _chunk_gated_delta_rule_fwd_h(
         k, w, u, g, initial_state, h, v_new, final_state,
         sizes=(B, T, H, HV, K, V), dtype=k.dtype, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu,
@@ -559,8 +570,10 @@ def chunk_gated_delta_rule_bwd_dhu(
     _check_chunk_offsets(chunk_offsets, cu_seqlens, chunk_size)
     B, T, H, K = _shape("q", q, "B T H K")
     HV, V = _shape("do", do, "B T HV V")[2:]
-    state = (V, K) if state_v_first else (K, V)
-    dh = q.new_empty((B, _num_chunks(T, cu_seqlens, None, chunk_size), HV, *state))
+    _shape("dv", dv, "B T HV V")
+    if h0 is not None:
+        check_tensor("h0", h0)
+    dh = q.new_empty((B, _num_chunks(T, cu_seqlens, None, chunk_size), *state_shape(q, do, None, state_v_first)[1:]))
     dh0 = None if h0 is None else h0.new_empty(h0.shape, dtype=statistics_dtype(q.dtype))
     dv2 = dv.new_empty(dv.shape)
     _chunk_gated_delta_rule_bwd_dhu(
@@ -651,6 +664,7 @@ def prepare_wy_repr_bwd(
     B, T, H, K = _shape("k", k, "B T H K")
     HV, V = _shape("v", v, "B T HV V")[2:]
     C = _shape("A", A, "B T HV C")[3]
+    _shape("beta", beta, "B T HV")
     dk, dv, db = k.new_empty(k.shape), v.new_empty(v.shape), beta.new_empty(beta.shape)
     dg = None if g is None else g.new_empty((B, T, HV), dtype=statistics_dtype(k.dtype))
     _prepare_wy_repr_bwd(

@@ -169,3 +169,9 @@ def test_library_info_and_plan():
     assert min(plan.inference_workspace_bytes, plan.forward_workspace_bytes, plan.backward_workspace_bytes) > 0
     assert str(plan) == plan.description
     assert "T=200" in str(plan)
+
+
+def test_the_plan_counts_the_memory_of_the_gate():
+    sizes = (1, 200, 2, 4, 64, 32)
+    plain, gate = (cula.gdn.plan(*sizes, use_gate_in_kernel=use) for use in (False, True))
+    assert gate.backward_workspace_bytes > plain.backward_workspace_bytes

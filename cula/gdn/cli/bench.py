@@ -46,7 +46,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("--dtype", choices=tuple(DTYPES), nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--mode", choices=tuple(CALLS), nargs="+", default=list(CALLS))
     parser.add_argument("--device", type=device_option, default="auto", help="auto, cpu or cuda[:N] (default: auto)")
-    parser.add_argument("--backend", choices=("auto", "cpu", "cuda", "sm90"), default="auto")
+    parser.add_argument("--backend", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--threads", type=positive, help="CPU threads of every implementation (default: PyTorch's)")
     parser.add_argument("--repeats", type=positive, default=5, help="timed calls; the median counts (default: 5)")
     parser.add_argument("--no-peers", action="store_true", help="time cula.gdn alone")

@@ -196,7 +196,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "Exit status 1 if any row fails.",
     )
     parser.add_argument("--device", type=device_option, default="auto", help="auto, cpu or cuda[:N] (default: auto)")
-    parser.add_argument("--backend", choices=("auto", "cpu", "cuda", "sm90"), default="auto")
+    parser.add_argument("--backend", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--dtype", choices=tuple(DTYPES), nargs="+", help="default: all four")
     parser.add_argument("--quick", action="store_true", help="fewer rows")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
