@@ -254,6 +254,16 @@ def test_case_14_gate_gradient_at_strong_decay(gate, dtype, device):
             assert errors[name] <= limit < 2e-2, errors
 
 
+@parametrize(dtype={"float32": torch.float32, "float64": torch.float64})
+@pytest.mark.parametrize("gate", [-15.0, -20.0, -30.0])
+def test_case_14_gate_gradient_where_all_but_neighbours_vanish(gate, dtype, device):
+    inputs = make_inputs(1, 20, 1, 1, 32, 32, dtype=dtype, device=device)
+    inputs["g"] = torch.full_like(inputs["g"], gate)
+    gradients = output_gradients(inputs, {})
+    found, expected = run(inputs, gradients=gradients), oracle(inputs, gradients=gradients)
+    assert relative_error(found["dg"], expected["dg"]) < (1e-10 if dtype == torch.float64 else 2e-5)
+
+
 @pytest.mark.parametrize("chunk_size", [16, 32, 64])
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("tokens", [64, 128, 256])

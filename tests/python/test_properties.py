@@ -61,16 +61,15 @@ def inputs_of(problem):
 @given(problems())
 @example_limits
 def test_operator_and_gradients_are_those_of_the_recurrence(problem):
-    sizes, flags, options, gate = problem
+    sizes, flags, options, _ = problem
     inputs = inputs_of(problem)
     gradients = output_gradients(inputs, flags)
     results = run(inputs, gradients=gradients, **options, **flags)
     expected = oracle(inputs, gradients=gradients, **options, **flags)
-    # The gradients of the gate's parameters are sums over all tokens, which may cancel to any extent; and a running sum
-    # of strong gates holds the difference of two neighbours to about a thousand times its precision.
+    # The gradients of the gate's parameters are sums over all tokens, which may cancel to any extent.
     factors = {"dA_log": 200, "ddt_bias": 200}
     if sizes["dtype"] != torch.bfloat16:
-        factors["dg"] = 100 if gate == "strong" else 20
+        factors["dg"] = 20
     assert_accurate(results, expected, factors=factors)
 
 
