@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import dataclasses
+import itertools
 import math
 import subprocess
 import sys
@@ -114,7 +115,7 @@ class Shape:
         """(row of the batch, begin, end) of each sequence."""
         if self.offsets is None:
             return [(b, 0, self.T) for b in range(self.B)]
-        return [(0, a, b) for a, b in zip(self.offsets, self.offsets[1:])]
+        return [(0, a, b) for a, b in itertools.pairwise(self.offsets)]
 
     @property
     def chunks(self) -> list[tuple[int, int, int, int, int]]:
@@ -223,7 +224,7 @@ def effective(shape: Shape, t: dict[str, Tensor]) -> dict[str, Tensor]:
         k = k / torch.sqrt(k.square().sum(-1, keepdim=True) + 1e-6)
     g, beta = t["g"], t["beta"]
     if shape.gate:
-        z = g + (t["dt_bias"] if "dt_bias" in t else 0.0)
+        z = g + t.get("dt_bias", 0.0)
         g = -torch.exp(t["A_log"]) * (z.clamp(min=0) + torch.log1p(torch.exp(-z.abs())))
     if shape.sigmoid:
         beta = torch.sigmoid(beta) * (2.0 if shape.neg_eigval else 1.0)
@@ -471,7 +472,7 @@ class Runner:
                 errors["decode_ht"] = error(decoded_state, expected_ht), 1e-5
             if backward:
                 saved = self.saved(shape)
-                again, again_ht = self.forward(shape, options, t, saved=saved)
+                again, _ = self.forward(shape, options, t, saved=saved)
                 same = torch.equal(torch.nan_to_num(again), torch.nan_to_num(o))
                 errors["saving"] = (0.0 if same else INFINITY), 0.0
                 loss = (expected_o * exact["do"]).sum()
@@ -480,7 +481,7 @@ class Runner:
                 names = [key for key in exact if key not in ("do", "dht")]
                 gradients = torch.autograd.grad(loss, [exact[key] for key in names], allow_unused=True)
                 actual = self.backward(shape, options, t, saved)
-                for key, gradient in zip(names, gradients):
+                for key, gradient in zip(names, gradients, strict=True):
                     expected = torch.zeros_like(exact[key]) if gradient is None else torch.nan_to_num(gradient, nan=0.0)
                     errors[f"d{key}"] = error(actual[key], expected), 2 * tolerance
                 repeated = self.backward(shape, options, t, saved)
@@ -624,9 +625,9 @@ class Runner:
         for _, b, _, begin, end in shape.chunks:
             E = factors(b, begin, end)[0]
             kc = heads(k, b, begin, end)
-            l = (heads(beta[..., None], b, begin, end) * (kc @ kc.transpose(-1, -2)) * E).tril(-1)
-            put(exact_L, b, begin, l)
-            put(exact_A, b, begin, torch.linalg.inv(torch.eye(end - begin, device=l.device).double() + l))
+            lower = (heads(beta[..., None], b, begin, end) * (kc @ kc.transpose(-1, -2)) * E).tril(-1)
+            put(exact_L, b, begin, lower)
+            put(exact_A, b, begin, torch.linalg.inv(torch.eye(end - begin, device=lower.device).double() + lower))
         run("chunk_scaled_dot_kkt_fwd", shape, [t["k"], gates, t["beta"], L, seqlens])
         yield "kkt", (error(L, exact_L), 1e-5)
         A32 = torch.empty_like(L)
@@ -784,8 +785,8 @@ def small_checks(run: Runner, backward: bool) -> None:
         run.operator(f"op {d} K256 V40", Shape(dtype, T=70, K=256, V=40), backward=backward)
         run.operator(
             f"op {d} all flags packed",
-            Shape(dtype, T=150, H=1, HV=3, K=60, V=100, offsets=[0, 1, 64, 64, 140], l2norm=True, gate=True, sigmoid=True,
-                  neg_eigval=True, v_first=True),
+            Shape(dtype, T=150, H=1, HV=3, K=60, V=100, offsets=[0, 1, 64, 64, 140], l2norm=True, gate=True,
+                  sigmoid=True, neg_eigval=True, v_first=True),
             backward=backward, factor=1.5,
         )  # fmt: skip
         run.operator(f"op {d} resets", Shape(dtype, T=100, H=1, HV=2), Options(resets=(37, 38, 64)), backward=backward)
@@ -850,7 +851,7 @@ def against_baseline(run: Runner) -> None:
     actual = run.backward(shape, options, t, saved)
     assert actual_ht is not None
     errors = {"o": error(actual_o, o), "ht": error(actual_ht, ht)}
-    errors |= {f"d{name}": error(actual[name], gradient) for name, gradient in zip(names, gradients)}
+    errors |= {f"d{name}": error(actual[name], gradient) for name, gradient in zip(names, gradients, strict=True)}
     run.report("errors at most FLA's", {name: (value, BASELINE[name]) for name, value in errors.items()})
 
 
@@ -864,7 +865,7 @@ def bits(run: Runner) -> None:
     bad = 0
     for _ in range(50):
         again = run.forward(shape, Options(), t, saved=saved)
-        bad += not all(torch.equal(a, b) for a, b in zip(first, again))
+        bad += not all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
         repeated = run.backward(shape, Options(), t, saved)
         bad += not all(torch.equal(gradients[key], repeated[key]) for key in gradients)
     run.report("bits: 50 repeats", {"different": (float(bad), 0.0)})
@@ -1040,11 +1041,10 @@ def main() -> int:
     backward = not arguments.forward_only
     if not arguments.no_checks:
         small_checks(run, backward)
-        if not arguments.emulated and not arguments.small:
-            if backward:
-                large_checks(run)
-                guarded(run, "errors at most FLA's", against_baseline)
-                guarded(run, "bits", bits)
+        if backward and not arguments.emulated and not arguments.small:
+            large_checks(run)
+            guarded(run, "errors at most FLA's", against_baseline)
+            guarded(run, "bits", bits)
     print(f"{run.count - len(run.failures)} of {run.count} checks passed in {time.time() - start:.0f} s", flush=True)
     for failure in run.failures:
         print("failed:", failure, flush=True)
