@@ -95,6 +95,11 @@ class Plan {
   const std::vector<ChunkRange>& chunks() const { return chunks_; }
   int num_threads() const { return num_threads_; }
   int64_t value_block() const { return value_block_; }  // columns of the state that one unit of work advances
+  int64_t value_blocks() const { return (problem_.value_dim + value_block_ - 1) / value_block_; }
+  // Units of the passes over the chunks in order: (sequence, value head, block of state columns).
+  int64_t sequential_units() const {
+    return static_cast<int64_t>(sequences_.size()) * problem_.value_heads * value_blocks();
+  }
 
   // Bytes of workspace, exactly what forward and backward use. Alignment: 64 bytes.
   // `saves_for_backward`: whether SavedTensors will be passed.
@@ -157,14 +162,14 @@ struct BackwardTensors {
   const DLTensor* grad_final_state = nullptr;  // dht [N, HV, K, V] float type; optional, zeros if absent
   // Results. A missing pointer means that this gradient is not wanted. Each may be of any float type and is rounded
   // once, from the accumulator, when it is stored.
-  DLTensor* dq = nullptr;        // like q
-  DLTensor* dk = nullptr;        // like k
-  DLTensor* dv = nullptr;        // like v
-  DLTensor* dg = nullptr;        // like g
-  DLTensor* dbeta = nullptr;     // like beta
-  DLTensor* dA_log = nullptr;    // like A_log
-  DLTensor* ddt_bias = nullptr;  // like dt_bias
-  DLTensor* dh0 = nullptr;       // like initial_state
+  DLTensor* dq = nullptr;                // like q
+  DLTensor* dk = nullptr;                // like k
+  DLTensor* dv = nullptr;                // like v
+  DLTensor* dg = nullptr;                // like g
+  DLTensor* dbeta = nullptr;             // like beta
+  DLTensor* dA_log = nullptr;            // like A_log
+  DLTensor* ddt_bias = nullptr;          // like dt_bias
+  DLTensor* dh0 = nullptr;               // like initial_state
   const DLTensor* cu_seqlens = nullptr;  // as in forward
 };
 
@@ -179,8 +184,9 @@ struct Workspace {
 void forward(const Plan& plan, const ForwardTensors& tensors, Workspace workspace, Stream stream = nullptr);
 void backward(const Plan& plan, const BackwardTensors& tensors, Workspace workspace, Stream stream = nullptr);
 
-// The token recurrence itself, for decoding: same arguments as forward (`saved` must be absent), no workspace, and
-// exact in fp32 for 16-bit inputs. `final_state` may be the same memory as `initial_state` (update in place).
+// The token recurrence itself, for decoding: same arguments as forward (`saved` must be absent), no workspace, and for
+// 16-bit inputs with a float32 state and no rounding in between. `final_state` may be the same memory as
+// `initial_state` (update in place).
 void recurrent_forward(const Plan& plan, const ForwardTensors& tensors, Stream stream = nullptr);
 
 }  // namespace cula::gdn

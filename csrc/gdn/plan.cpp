@@ -116,11 +116,9 @@ std::string Plan::describe() const {
                             " scale=", scale_, "\n  sequences: ", sequences_.size(),
                             p.sequence_offsets ? " packed" : " of equal length", ", chunks: ", chunks_.size());
   if (backend_ == Backend::kCpu) {
-    const int64_t blocks = (p.value_dim + value_block_ - 1) / value_block_;
     text += concat("\n  instruction set: ", cpu_isa_name(), ", threads: ", num_threads_,
                    "\n  chunk-parallel units: ", static_cast<int64_t>(chunks_.size()) * p.heads,
-                   ", sequential units: ", static_cast<int64_t>(sequences_.size()) * p.value_heads * blocks, " of ",
-                   value_block_, " state columns");
+                   ", sequential units: ", sequential_units(), " of ", value_block_, " state columns");
   }
   text += concat("\n  workspace: forward ", forward_workspace_bytes(false), " B (", forward_workspace_bytes(true),
                  " B when saving for backward), backward ", backward_workspace_bytes(), " B");

@@ -67,10 +67,10 @@ CpuIsa choose() {
   if (wanted == nullptr || *wanted == '\0') return best;
   for (CpuIsa isa : kAllIsas) {
     if (std::strcmp(wanted, cpu_isa_name(isa)) != 0) continue;
+    if (!built_for(isa)) throw_value_error("CULA_CPU_ISA: this build has no kernels for ", wanted);
     if (isa > best) {
       throw_value_error("CULA_CPU_ISA: ", wanted, " is beyond this processor, whose best is ", cpu_isa_name(best));
     }
-    if (!built_for(isa)) throw_value_error("CULA_CPU_ISA: this build has no kernels for ", wanted);
     return isa;
   }
   throw_value_error("CULA_CPU_ISA: expected generic, avx2, avx512, avx512_bf16 or amx_bf16, got ", wanted);

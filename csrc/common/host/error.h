@@ -11,7 +11,7 @@ namespace cula {
 class Error : public std::runtime_error {
  public:
   Error(std::string kind, const std::string& message) : std::runtime_error(message), kind_(std::move(kind)) {}
-  // "ValueError", "TypeError", "AssertionError", "NotImplementedError" or "RuntimeError".
+  // "ValueError", "TypeError", "AssertionError" or "RuntimeError".
   const std::string& kind() const { return kind_; }
 
  private:

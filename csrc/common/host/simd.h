@@ -113,7 +113,8 @@ inline void transpose_square(Vec<T> (&rows)[kLanes<T>]) {
   }
 }
 
-// 2^x. At most 2 ulp for results in the normal range; 0 below it, infinity above it, NaN for NaN. The polynomial is the
+// 2^x. At most 2 ulp for results in the normal range below 2^127.5 (2^1023.5 in double); 0 below that range, infinity
+// above, NaN for NaN. The polynomial is the
 // Taylor series of 2^f on |f| <= 1/2, whose remainder is below half an ulp at these degrees.
 template <class T>
 inline Vec<T> exp2(Vec<T> x) {

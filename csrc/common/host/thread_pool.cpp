@@ -44,7 +44,7 @@ class Pool {
   void run(Job& job) {
     std::unique_lock lock(mutex_);
     const int helpers = static_cast<int>(std::min<int64_t>(job.max_workers, job.units)) - 1;
-    while (static_cast<int>(threads_) < helpers) {
+    while (threads_ < helpers) {
       std::thread([this] { serve(); }).detach();
       ++threads_;
     }

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/host/cpu_features.h"
 #include "common/host/tensor.h"
 #include "gdn/reference/scalar.h"
 
@@ -217,7 +218,7 @@ struct Setup {
 
 // Runs job(0) .. job(count - 1) on several threads. Jobs write disjoint results, so their order does not matter.
 void run_jobs(int64_t count, int num_threads, const std::function<void(int64_t)>& job) {
-  if (num_threads <= 0) num_threads = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+  if (num_threads <= 0) num_threads = hardware_threads();
   std::atomic<int64_t> next = 0;
   std::exception_ptr failure;
   std::mutex failure_mutex;
@@ -229,10 +230,10 @@ void run_jobs(int64_t count, int num_threads, const std::function<void(int64_t)>
       failure = std::current_exception();
     }
   };
-  std::vector<std::thread> helpers;
+  std::vector<std::jthread> helpers;  // joined even if one fails to start
   for (int64_t i = 1; i < std::min<int64_t>(num_threads, count); ++i) helpers.emplace_back(work);
   work();
-  for (std::thread& helper : helpers) helper.join();
+  for (std::jthread& helper : helpers) helper.join();
   if (failure) std::rethrow_exception(failure);
 }
 

@@ -12,6 +12,7 @@
 // A: A^T dA A^T = A^T (X R^T) A^T = (A^T X) (A R)^T = dW V'^T, so dL = -tril(dW V'^T).
 #include "gdn/cpu/kernels/kernels.h"
 #include "gdn/cpu/kernels/sequence_pass.h"
+#include "gdn/validate.h"
 
 namespace cula::gdn::cpu::CULA_ISA {
 
@@ -64,9 +65,6 @@ struct GradientScratch : PrepareScratch<Policy> {
         residual_gradient_dot_V(arena.take<T>(padded(p.chunk_size))) {}
 };
 
-// Columns of V that the gradient pass takes at a time.
-int64_t gradient_block(const Problem& p) { return std::min<int64_t>(128, padded(p.value_dim)); }
-
 // The workspace, laid out once for its size and once for use.
 template <class Policy>
 struct BackwardWorkspace {
@@ -79,7 +77,7 @@ struct BackwardWorkspace {
 
   BackwardWorkspace(Arena& arena, const Plan& plan) {
     const Problem& p = plan.problem();
-    const DType stat = sizeof(T) == 8 ? DType::kFloat64 : DType::kFloat32;
+    const DType stat = stat_dtype(p);
     const auto num_chunks = static_cast<int64_t>(plan.chunks().size());
     h = take_tensor(arena, stat, {1, num_chunks, p.value_heads, p.key_dim, p.value_dim});
     dh = take_tensor(arena, stat, {1, num_chunks, p.value_heads, p.key_dim, p.value_dim});
@@ -88,7 +86,7 @@ struct BackwardWorkspace {
     gate_sums = arena.take<GateSums>(p.use_gate ? num_chunks * p.value_heads : 0);
     Arena adjoint, gradient;
     AdjointScratch<Policy>(adjoint, p, plan.value_block());
-    GradientScratch<Policy>(gradient, p, gradient_block(p));
+    GradientScratch<Policy>(gradient, p, chunk_value_block(p));
     thread_bytes = std::max(adjoint.used(), gradient.used());
     thread_scratch = arena.take<char>(static_cast<int64_t>(thread_bytes) * plan.num_threads());
   }
@@ -181,8 +179,8 @@ void value_head_gradients(const Plan& plan, const BackwardInputs& in, const Grad
 
   double state_product = 0.0;  // <S, D>
   std::memset(s.residual_gradient_dot_V, 0, sizeof(T) * n);
-  for (int64_t first = 0; first < p.value_dim; first += gradient_block(p)) {
-    const int64_t columns = std::min(gradient_block(p), p.value_dim - first);
+  for (int64_t first = 0; first < p.value_dim; first += chunk_value_block(p)) {
+    const int64_t columns = std::min(chunk_value_block(p), p.value_dim - first);
     const bool add = first != 0;
     const auto load_rows = [&](const TensorView& from, Tile<T> to) {
       load_tile(rows_of(from, p, chunk.begin, head).columns_from(first), n, columns, to);
@@ -303,7 +301,7 @@ void chunk_gradients(const Plan& plan, const BackwardInputs& in, const Gradients
   const ChunkRange& chunk = plan.chunks()[chunk_index];
   const int64_t n = chunk.length, group = p.value_heads / p.heads;
   Arena scratch(ws.scratch_of(worker));
-  GradientScratch<Policy> s(scratch, p, gradient_block(p));
+  GradientScratch<Policy> s(scratch, p, chunk_value_block(p));
 
   load_keys<Policy>(in.k, p, chunk, head, s);
   load_tile(rows_of(in.q, p, chunk.begin, head), n, p.key_dim, s.Q);
@@ -364,8 +362,7 @@ void run_backward(const Plan& plan, const BackwardTensors& t, Workspace workspac
     zero_padding_rows(*gradient, plan);
   }
 
-  const int64_t blocks = (p.value_dim + plan.value_block() - 1) / plan.value_block();
-  const int64_t units = static_cast<int64_t>(plan.sequences().size()) * p.value_heads * blocks;
+  const int64_t units = plan.sequential_units();
   parallel_for(2 * units, plan.num_threads(), [&](int64_t unit, int worker) {
     const SequenceBlock block(plan, unit % units);
     if (unit < units) {
@@ -384,8 +381,8 @@ void run_backward(const Plan& plan, const BackwardTensors& t, Workspace workspac
   parallel_for(p.value_heads, plan.num_threads(), [&](int64_t head, int) {
     GateSums total;
     for (int64_t chunk = 0; chunk < num_chunks; ++chunk) total += ws.gate_sums[chunk * p.value_heads + head];
-    if (out.dA_log) set_value_of_head(out.dA_log, head, total.dA_log);
-    if (out.ddt_bias) set_value_of_head(out.ddt_bias, head, total.ddt_bias);
+    if (out.dA_log) store_scalar(out.dA_log, head, total.dA_log);
+    if (out.ddt_bias) store_scalar(out.ddt_bias, head, total.ddt_bias);
   });
 }
 

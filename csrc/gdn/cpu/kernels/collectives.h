@@ -179,21 +179,29 @@ void retreat_state(const Worker<Policy>& worker, const ChunkGate<T>& gate, T sca
 }
 
 // A pair of rows (i, j), i > j, puts X_ij Y_ij on the log decay from j to i: row i gains it, row j loses it. Both sums
-// come from the same numbers, so that what cancels does cancel. X must be zero on and above the diagonal, up to
-// padded(n) columns; Y may hold anything there.
+// come from the same numbers, so that what cancels does cancel, and neither ever holds the diagonal, whose rounding
+// alone outweighs everything else at strong decay.
 template <class T>
 void add_pair_gradient(Tile<T> X, Tile<T> Y, const T* row_factor, int64_t n, T* gamma_gradient) {
   const Vec<T> zero = {};
   for (int64_t i = 1; i < n; ++i) {
-    const Vec<T> factor = broadcast(row_factor == nullptr ? T(1) : row_factor[i]);
-    Vec<T> row_sum = {};
-    for (int64_t j = 0; j < i; j += kLanes<T>) {
+    const T factor = row_factor == nullptr ? T(1) : row_factor[i];
+    Vec<T> row_sums = {};
+    int64_t j = 0;
+    for (; j + kLanes<T> <= i; j += kLanes<T>) {
       const Vec<T> x = load(X.row(i) + j);
-      const Vec<T> value = x == zero ? zero : factor * x * load(Y.row(i) + j);
-      row_sum += value;
+      const Vec<T> value = x == zero ? zero : broadcast(factor) * x * load(Y.row(i) + j);
+      row_sums += value;
       store(gamma_gradient + j, load(gamma_gradient + j) - value);
     }
-    gamma_gradient[i] += horizontal_sum<T>(row_sum);
+    T sum = horizontal_sum<T>(row_sums);
+    for (; j < i; ++j) {
+      const T x = X.row(i)[j];
+      const T value = x == T(0) ? T(0) : factor * x * Y.row(i)[j];
+      sum += value;
+      gamma_gradient[j] -= value;
+    }
+    gamma_gradient[i] += sum;
   }
 }
 

@@ -145,8 +145,8 @@ void gdn_gate_bwd(const Plan& plan, const stages::GateBackward& t, Stream) {
       total += backward_through_gate(parameters, raw, chunk.length, gradient);
       store_column(gradient, chunk.length, rows_of(dg, p, chunk.begin, head));
     }
-    set_value_of_head(dA_log, head, total.dA_log);
-    if (ddt_bias) set_value_of_head(ddt_bias, head, total.ddt_bias);
+    store_scalar(dA_log, head, total.dA_log);
+    if (ddt_bias) store_scalar(ddt_bias, head, total.ddt_bias);
   });
 }
 

@@ -17,31 +17,9 @@ void parallel_blocks(int64_t count, int num_threads, Body&& body) {
   });
 }
 
-// Element offset of the index-th position over the first `dims` dimensions, in row-major order.
-inline int64_t offset_of(const TensorView& x, int64_t index, int dims) {
-  int64_t offset = 0;
-  for (int i = dims - 1; i >= 0; --i) {
-    offset += index % x.shape[i] * x.stride[i];
-    index /= x.shape[i];
-  }
-  return offset;
-}
-
 // The index-th row over all but the last dimension, as a 1 x D matrix.
 inline MatrixView row_at(const TensorView& x, int64_t index) {
   return {element(x, offset_of(x, index, x.ndim - 1)), x.dtype, 0, x.stride[x.ndim - 1]};
-}
-
-template <class T>
-T load_scalar(const TensorView& x, int64_t index) {
-  T value;
-  load_column(MatrixView{element(x, offset_of(x, index, x.ndim)), x.dtype, 0, 0}, 1, &value);
-  return value;
-}
-
-template <class T>
-void store_scalar(const TensorView& x, int64_t index, T value) {
-  store_column(&value, 1, MatrixView{element(x, offset_of(x, index, x.ndim)), x.dtype, 0, 0});
 }
 
 // Rows up to this many columns are held on the stack; longer ones go in pieces.
@@ -51,7 +29,7 @@ inline constexpr int64_t kPiece = 256;
 template <class T>
 void normalize_rows(const TensorView& x, const TensorView& y, const TensorView& rstd, int num_threads) {
   const int64_t columns = x.shape[x.ndim - 1];
-  parallel_blocks(columns == 0 ? 0 : x.numel() / columns, num_threads, [&](int64_t index) {
+  parallel_blocks(rstd.numel(), num_threads, [&](int64_t index) {
     alignas(64) T piece[kPiece + kColumnPadding];
     const Tile<T> tile = {piece, kPiece};
     const MatrixView from = row_at(x, index), to = row_at(y, index);

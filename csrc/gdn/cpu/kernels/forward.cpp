@@ -5,6 +5,7 @@
 // Columns of the state never meet, so that a block of them is a unit of its own.
 #include "gdn/cpu/kernels/kernels.h"
 #include "gdn/cpu/kernels/sequence_pass.h"
+#include "gdn/validate.h"
 
 namespace cula::gdn::cpu::CULA_ISA {
 
@@ -21,7 +22,7 @@ struct ForwardWorkspace {
   ForwardWorkspace(Arena& arena, const Plan& plan, bool saves_for_backward) {
     const Problem& p = plan.problem();
     const DType x = from_dlpack(p.dtype, "dtype");
-    const DType stat = sizeof(T) == 8 ? DType::kFloat64 : DType::kFloat32;
+    const DType stat = stat_dtype(p);
     if (!saves_for_backward) {
       if (p.use_qk_l2norm) {
         q_normalized = take_tensor(arena, x, {p.batch, p.tokens, p.heads, p.key_dim});
@@ -90,9 +91,7 @@ void run_forward(const Plan& plan, const ForwardTensors& t, Workspace workspace)
     }
   });
 
-  const int64_t blocks = (p.value_dim + plan.value_block() - 1) / plan.value_block();
-  const auto num_sequences = static_cast<int64_t>(plan.sequences().size());
-  parallel_for(num_sequences * p.value_heads * blocks, plan.num_threads(), [&](int64_t unit, int worker) {
+  parallel_for(plan.sequential_units(), plan.num_threads(), [&](int64_t unit, int worker) {
     Arena scratch(ws.scratch_of(worker));
     SequenceScratch<Policy> s(scratch, p, plan.value_block());
     const SequenceBlock block(plan, unit);

@@ -39,35 +39,32 @@ inline MatrixView chunk_state_of(const TensorView& x, const Problem& problem, in
   return state_at(x, problem, batch * x.stride[0] + index * x.stride[1], head);
 }
 
-// One value of an HV-element tensor of any shape.
-inline double value_of_head(const TensorView& x, int64_t head) {
+// Element offset of the index-th position over the first `dims` dimensions, in row-major order.
+inline int64_t offset_of(const TensorView& x, int64_t index, int dims) {
   int64_t offset = 0;
-  for (int i = x.ndim - 1; i >= 0; --i) {
-    offset += head % x.shape[i] * x.stride[i];
-    head /= x.shape[i];
+  for (int i = dims - 1; i >= 0; --i) {
+    offset += index % x.shape[i] * x.stride[i];
+    index /= x.shape[i];
   }
-  double value = 0.0;
-  with_stored_type(
-      x.dtype, [&](auto stored) { value = to_float(*reinterpret_cast<const decltype(stored)*>(element(x, offset))); });
+  return offset;
+}
+
+template <class T>
+T load_scalar(const TensorView& x, int64_t index) {
+  T value;
+  load_column(MatrixView{element(x, offset_of(x, index, x.ndim)), x.dtype, 0, 0}, 1, &value);
   return value;
 }
 
-inline void set_value_of_head(const TensorView& x, int64_t head, double value) {
-  int64_t offset = 0;
-  for (int i = x.ndim - 1; i >= 0; --i) {
-    offset += head % x.shape[i] * x.stride[i];
-    head /= x.shape[i];
-  }
-  with_stored_type(x.dtype, [&](auto stored) {
-    using Stored = decltype(stored);
-    *reinterpret_cast<Stored*>(element(x, offset)) = from_float<Stored>(value);
-  });
+template <class T>
+void store_scalar(const TensorView& x, int64_t index, T value) {
+  store_column(&value, 1, MatrixView{element(x, offset_of(x, index, x.ndim)), x.dtype, 0, 0});
 }
 
 inline GateParameters gate_parameters(const TensorView& A_log, const TensorView& dt_bias, int64_t head) {
   GateParameters gate;
-  gate.A = std::exp(value_of_head(A_log, head));
-  if (dt_bias) gate.dt_bias = value_of_head(dt_bias, head);
+  gate.A = std::exp(load_scalar<double>(A_log, head));
+  if (dt_bias) gate.dt_bias = load_scalar<double>(dt_bias, head);
   return gate;
 }
 

@@ -7,6 +7,9 @@
 
 namespace cula::gdn::cpu::CULA_ISA {
 
+// Columns of V that a chunk-parallel pass takes at a time.
+inline int64_t chunk_value_block(const Problem& p) { return std::min<int64_t>(128, padded(p.value_dim)); }
+
 // Scratch of one thread.
 template <class Policy>
 struct PrepareScratch {

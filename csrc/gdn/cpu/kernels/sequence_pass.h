@@ -28,7 +28,7 @@ struct SequenceBlock {
 
   SequenceBlock(const Plan& plan, int64_t unit) {
     const Problem& p = plan.problem();
-    const int64_t blocks = (p.value_dim + plan.value_block() - 1) / plan.value_block();
+    const int64_t blocks = plan.value_blocks();
     first_column = unit % blocks * plan.value_block();
     columns = std::min(plan.value_block(), p.value_dim - first_column);
     head = unit / blocks % p.value_heads;

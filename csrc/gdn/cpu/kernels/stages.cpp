@@ -39,14 +39,11 @@ class ScratchPool {
   std::unique_ptr<char, Free> block_;
 };
 
-// Columns of V that a chunk-parallel stage takes at a time.
-int64_t stage_block(const Problem& p) { return std::min<int64_t>(128, padded(p.value_dim)); }
-
 // Calls body(first column, columns) for the blocks of V.
 template <class Body>
 void for_value_blocks(const Problem& p, Body&& body) {
-  for (int64_t first = 0; first < p.value_dim; first += stage_block(p)) {
-    body(first, std::min(stage_block(p), p.value_dim - first));
+  for (int64_t first = 0; first < p.value_dim; first += chunk_value_block(p)) {
+    body(first, std::min(chunk_value_block(p), p.value_dim - first));
   }
 }
 
@@ -54,7 +51,7 @@ void for_value_blocks(const Problem& p, Body&& body) {
 template <class Scratch, class Body>
 void for_chunks(const Plan& plan, int64_t heads, Body&& body) {
   const Problem& p = plan.problem();
-  const int64_t block = stage_block(p);
+  const int64_t block = chunk_value_block(p);
   const ScratchPool<Scratch> pool(plan.num_threads(), p, block);
   parallel_for(static_cast<int64_t>(plan.chunks().size()) * heads, plan.num_threads(), [&](int64_t unit, int worker) {
     Scratch s = pool.make(worker, p, block);
@@ -67,9 +64,7 @@ template <class Scratch, class Body>
 void for_sequence_blocks(const Plan& plan, Body&& body) {
   const Problem& p = plan.problem();
   const ScratchPool<Scratch> pool(plan.num_threads(), p, plan.value_block());
-  const int64_t blocks = (p.value_dim + plan.value_block() - 1) / plan.value_block();
-  const auto sequences = static_cast<int64_t>(plan.sequences().size());
-  parallel_for(sequences * p.value_heads * blocks, plan.num_threads(), [&](int64_t unit, int worker) {
+  parallel_for(plan.sequential_units(), plan.num_threads(), [&](int64_t unit, int worker) {
     Scratch s = pool.make(worker, p, plan.value_block());
     body(s, SequenceBlock(plan, unit));
   });

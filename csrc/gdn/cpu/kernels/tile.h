@@ -96,9 +96,21 @@ template <>
 inline float from_float<float>(double value) {
   return static_cast<float>(value);
 }
+// To float32 with the last bit set if anything was lost: what is rounded to 16 bits after that is rounded once.
+inline float to_odd(double value) {
+  float single = static_cast<float>(value);
+  const double back = single;
+  if (back == value || std::isnan(value) || std::isinf(single)) return single;
+  uint32_t bits;
+  std::memcpy(&bits, &single, sizeof(bits));
+  if (std::fabs(back) > std::fabs(value)) --bits;
+  bits |= 1u;
+  std::memcpy(&single, &bits, sizeof(single));
+  return single;
+}
 template <>
 inline BFloat16 from_float<BFloat16>(double value) {
-  const float single = static_cast<float>(value);
+  const float single = to_odd(value);
   uint32_t bits;
   std::memcpy(&bits, &single, sizeof(bits));
   const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // nearest even
@@ -107,7 +119,7 @@ inline BFloat16 from_float<BFloat16>(double value) {
 }
 template <>
 inline Float16 from_float<Float16>(double value) {
-  const _Float16 half = static_cast<_Float16>(static_cast<float>(value));
+  const _Float16 half = static_cast<_Float16>(to_odd(value));
   Float16 result;
   std::memcpy(&result.bits, &half, sizeof(half));
   return result;
@@ -255,16 +267,6 @@ inline T dot_row(const T* a, const T* b, int64_t count) {
   for (; j + kLanes<T> <= count; j += kLanes<T>) sum = fma(load(a + j), load(b + j), sum);
   T total = horizontal_sum<T>(sum);
   for (; j < count; ++j) total += a[j] * b[j];
-  return total;
-}
-
-template <class T>
-inline T sum_row(const T* a, int64_t count) {
-  Vec<T> sum = {};
-  int64_t j = 0;
-  for (; j + kLanes<T> <= count; j += kLanes<T>) sum += load(a + j);
-  T total = horizontal_sum<T>(sum);
-  for (; j < count; ++j) total += a[j];
   return total;
 }
 
