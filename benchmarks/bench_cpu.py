@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -65,8 +63,12 @@ def interleaved_medians(calls: dict[str, Callable[[], Any]], rounds: int) -> dic
 # ---- peak memory ----------------------------------------------------------------------------------------------------
 
 
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def memory_status(field: str) -> int:
+    """Bytes, from Linux' account of this process. (getrusage's ru_maxrss starts at the parent's peak.)"""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(field)
 
 
 def report_peak_memory(operator: str, dtype: str, tokens: int) -> None:
@@ -74,10 +76,10 @@ def report_peak_memory(operator: str, dtype: str, tokens: int) -> None:
     function = OPERATORS[operator]()
     training_call(function, make_inputs(with_tokens(CHUNK), DTYPES[dtype], CPU))()  # libraries, threads
     call = training_call(function, make_inputs(with_tokens(tokens), DTYPES[dtype], CPU))
-    before = resident_bytes()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again, at what is resident now
+    before = memory_status("VmRSS")
     call()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(peak - before)
+    print(memory_status("VmHWM") - before)
 
 
 def peak_memory(operator: str, dtype: str, tokens: int) -> int:
