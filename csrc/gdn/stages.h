@@ -20,7 +20,7 @@ namespace cula::gdn::stages {
 
 // y = x * rstd, rstd = 1 / sqrt(sum x^2 + kL2NormEpsilon) over the last dimension.
 struct L2NormForward {
-  const DLTensor* x;  // [.., D] float type
+  const DLTensor* x;  // [.., D] float type, at most 6 dimensions
   DLTensor* y;        // like x
   DLTensor* rstd;     // [..] stat
 };
@@ -37,7 +37,7 @@ void l2norm_bwd(const Plan& plan, const L2NormBackward& t, Stream stream = nullp
 
 // y = scale * sigmoid(x)
 struct BetaSigmoidForward {
-  const DLTensor* x;  // any shape, float type
+  const DLTensor* x;  // at most 6 dimensions, float type
   double scale;       // 1 or 2
   DLTensor* y;        // same shape, stat
 };

@@ -1,5 +1,6 @@
 // The operator as its definition reads, token by token, in float64: what every other implementation is checked
-// against. Not fast, not chunked, and written without any code that the backends use.
+// against. Not fast, not chunked. It shares the sequence table, tensor views and validation with the backends, but no
+// arithmetic.
 #pragma once
 
 #include "gdn/gdn.h"
