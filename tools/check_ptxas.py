@@ -1,10 +1,12 @@
 """Reads a build log with ptxas -v output and fails on what makes a GPU kernel slow without a word.
 
-Spilled registers, local memory, and wgmma instructions that ptxas serialised (warnings C75xx).
+Spilled registers, local memory, and wgmma instructions that ptxas serialised (warnings C75xx). With --arch, only code
+for that architecture can fail; what is found in code for others is still listed.
 
-    cmake --build BUILD 2>&1 | tee LOG;  python tools/check_ptxas.py LOG
+    cmake --build BUILD 2>&1 | tee LOG;  python tools/check_ptxas.py LOG [--arch sm_90]
 """
 
+import argparse
 import re
 import sys
 from pathlib import Path
@@ -15,15 +17,16 @@ SERIALISED = re.compile(r"C75\d\d|wgmma.*serializ", re.IGNORECASE)
 
 
 def main() -> int:
-    if len(sys.argv) != 2:
-        print(__doc__, file=sys.stderr)
-        return 2
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("log", type=Path)
+    parser.add_argument("--arch", help="fail for code of this architecture alone, such as sm_90")
+    arguments = parser.parse_args()
     kernels = 0
-    faults: list[str] = []
+    faults: list[tuple[str, str]] = []  # architecture, what
     kernel = arch = "?"
-    for line in Path(sys.argv[1]).read_text(errors="replace").splitlines():
+    for line in arguments.log.read_text(errors="replace").splitlines():
         if SERIALISED.search(line):
-            faults.append(line.strip())
+            faults.append((arch, line.strip()))
         named = KERNEL.search(line)
         if named:
             kernel = named.group(1)
@@ -33,14 +36,15 @@ def main() -> int:
             kernels += 1
             stack, stores, loads = map(int, frame.groups())
             if stack or stores or loads:
-                faults.append(f"{kernel} ({arch}): stack frame {stack} B, spill stores {stores} B, loads {loads} B")
-    for fault in faults:
-        print("ptxas:", fault)
+                faults.append((arch, f"{kernel}: stack frame {stack} B, spill stores {stores} B, loads {loads} B"))
+    for where, fault in faults:
+        print(f"ptxas ({where}):", fault)
     if kernels == 0:
         print("no ptxas report in the log: was GPU code compiled in this build, with -Xptxas=-v?", file=sys.stderr)
         return 2
-    print(f"ptxas: {kernels} kernel builds, {len(faults)} faults")
-    return 1 if faults else 0
+    failing = [fault for where, fault in faults if arguments.arch in (None, where)]
+    print(f"ptxas: {kernels} kernel builds, {len(faults)} faults, {len(failing)} of them fail the check")
+    return 1 if failing else 0
 
 
 if __name__ == "__main__":
