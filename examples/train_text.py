@@ -220,19 +220,20 @@ def random_batch(text: Tensor, batch: int, length: int, generator: torch.Generat
 
 @torch.no_grad()
 def held_out_loss(model: ByteModel, text: Tensor, length: int, limit: int | None = None) -> float:
-    """Nats a byte over windows of `length`, each read from an empty state."""
+    """Nats a byte over windows of `length`, each read from an empty state; `limit` takes that many, evenly spread."""
     model.eval()
     windows = (len(text) - 1) // length
-    if limit is not None:
-        windows = min(windows, limit)
     inputs = text[: windows * length].view(windows, length)
     targets = text[1 : windows * length + 1].view(windows, length)
+    if limit is not None and limit < windows:
+        chosen = torch.linspace(0, windows - 1, limit).long()
+        inputs, targets = inputs[chosen], targets[chosen]
     total = 0.0
     for part, target in zip(inputs.split(32), targets.split(32), strict=True):
         logits, _ = model(part)
         total += F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum").item()
     model.train()
-    return total / (windows * length)
+    return total / targets.numel()
 
 
 @dataclass
