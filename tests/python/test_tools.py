@@ -12,8 +12,8 @@ import pytest
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
 
-def run_tool(name: str, argument: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, TOOLS / name, argument], capture_output=True, text=True)
+def run_tool(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, TOOLS / name, *arguments], capture_output=True, text=True)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -59,3 +59,20 @@ def test_ptxas_log_is_judged(tmp_path, log, status):
     path.write_text(log)
     result = run_tool("check_ptxas.py", path)
     assert result.returncode == status, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("log", "status"),
+    [
+        (CLEAN.replace("0 bytes spill stores", "8 bytes spill stores"), 0),
+        (CLEAN.replace("0 bytes spill stores", "8 bytes spill stores").replace("sm_80", "sm_90"), 1),
+        (CLEAN.replace("0 bytes spill stores", "8 bytes spill stores").replace("sm_80", "sm_90a"), 1),
+        (CLEAN + SERIALISED, 1),
+    ],
+)
+def test_ptxas_log_is_judged_for_one_architecture(tmp_path, log, status):
+    path = tmp_path / "build.log"
+    path.write_text(log)
+    result = run_tool("check_ptxas.py", path, "--arch", "sm_90")
+    assert result.returncode == status, result.stdout + result.stderr
+    assert ("8 B" in result.stdout) == ("8 bytes" in log)
