@@ -101,6 +101,7 @@ void for_each_state_element(const Problem& problem, const TensorView& x, int64_t
   for (int64_t i = 0; i < K * V; ++i) visit(base + i / V * key_stride + i % V * value_stride, i);
 }
 
+// Row-major [K, V]; zeros if x is absent.
 Vector load_state(const Problem& problem, const TensorView& x, int64_t n, int64_t j) {
   Vector S(problem.key_dim * problem.value_dim, 0.0);
   if (x) {
@@ -110,6 +111,7 @@ Vector load_state(const Problem& problem, const TensorView& x, int64_t n, int64_
   return S;
 }
 
+// Rounded to the type of x; nothing if x is absent.
 void store_state(const Problem& problem, const TensorView& x, int64_t n, int64_t j, const Vector& S) {
   if (!x) return;
   for_each_state_element(problem, x, n, j,
@@ -241,7 +243,7 @@ void run_jobs(int64_t count, int num_threads, const std::function<void(int64_t)>
 
 // What the recurrence sees of one token and one value head, and the derivatives of the transforms before it.
 struct Token {
-  Vector q, k, v;
+  Vector q, k, v;  // [K], [K], [V]; q and k normalised if asked for
   double q_rstd = 1, k_rstd = 1;
   double log_decay = 0;       // g of the recurrence
   double log_decay_by_g = 1;  // its derivative by the argument g; by dt_bias too
@@ -249,6 +251,7 @@ struct Token {
   double beta_by_logit = 1;  // derivative by the argument beta
 };
 
+// In place; returns what it multiplied by.
 double normalize(Vector& x) {
   const double rstd = 1 / std::sqrt(dot(x.data(), x.data(), static_cast<int64_t>(x.size())) + kL2NormEpsilon);
   for (double& value : x) value *= rstd;
@@ -319,6 +322,7 @@ Vector output(const Token& x, const Vector& S, double scale) {
   return o;
 }
 
+// Gradients by what Token holds.
 struct TokenGradient {
   Vector dq, dk, dv;
   double dlog_decay = 0, dbeta = 0;
@@ -333,13 +337,13 @@ TokenGradient adjoint_step(const Token& x, const double* S, const Vector& dO, do
   Vector r = missing;
   for (double& value : r) value *= x.beta;
 
-  // o = scale (S + k r^T)^T q
+  // o = scale (S + k r^T)^T q: the output reads the state behind the update.
   const double r_dO = dot(r.data(), dO.data(), V);
   for (int64_t i = 0; i < K; ++i) {
     d.dq[i] = scale * (dot(S + i * V, dO.data(), V) + x.k[i] * r_dO);
     add_scaled(scale * x.q[i], dO.data(), D.data() + i * V, V);
   }
-  // S + k r^T, r = beta (v - S^T k)
+  // Update S + k r^T with r = beta (v - S^T k). dr = D^T k; dv = beta dr; the residual's own S loses k dv^T.
   Vector dr(V, 0.0);
   for (int64_t i = 0; i < K; ++i) add_scaled(x.k[i], D.data() + i * V, dr.data(), V);
   d.dbeta = dot(dr.data(), missing.data(), V);
@@ -463,6 +467,7 @@ void backward(const Problem& given, const BackwardTensors& tensors) {
       const int64_t row = sequence.begin + i;
       return std::pair(row / problem.tokens, row % problem.tokens);
     };
+    // Over the value heads of the group, kept in float64 until the one rounding of the store.
     Vector dq_sum(sequence.length * K, 0.0), dk_sum(sequence.length * K, 0.0);
     for (int64_t j = h * group; j < (h + 1) * group; ++j) {
       Vector D = load_state(problem, dht, n, j);
@@ -491,6 +496,7 @@ void backward(const Problem& given, const BackwardTensors& tensors) {
     for (int64_t i = 0; i < sequence.length; ++i) {
       const auto [b, t] = batch_and_token(i);
       if (problem.use_qk_l2norm) {
+        // All value heads of the group see the same normalised rows.
         const Token x = load_token(problem, inputs, b, t, h * group);
         normalize_adjoint(x.q, x.q_rstd, dq_sum.data() + i * K);
         normalize_adjoint(x.k, x.k_rstd, dk_sum.data() + i * K);
