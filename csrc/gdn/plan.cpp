@@ -99,6 +99,10 @@ Plan Plan::make(const Problem& problem) {
   const auto busy = std::count_if(plan.sequences_.begin(), plan.sequences_.end(),
                                   [](const SequenceRange& sequence) { return sequence.length != 0; });
   plan.value_block_ = choose_value_block(problem, busy, plan.num_threads_);
+  // Scratch is laid out a thread: one that would find no unit to run gets none.
+  const int64_t most_units =
+      std::max(2 * plan.sequential_units(), static_cast<int64_t>(plan.chunks_.size()) * problem.value_heads);
+  plan.num_threads_ = static_cast<int>(std::clamp<int64_t>(most_units, 1, plan.num_threads_));
   return plan;
 }
 

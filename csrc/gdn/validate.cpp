@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <initializer_list>
 #include <string>
 #include <string_view>
 
@@ -171,6 +172,24 @@ void check_offsets(const Problem& problem) {
   }
 }
 
+// The largest of the operator's tensors must have a size that 64 bits hold, bytes included.
+void check_sizes(const Problem& problem) {
+  constexpr int64_t kBytes = 8;
+  const auto fits = [](std::initializer_list<int64_t> sizes) {
+    int64_t product = kBytes;
+    for (int64_t size : sizes) {
+      if (__builtin_mul_overflow(product, std::max<int64_t>(size, 1), &product)) return false;
+    }
+    return true;
+  };
+  const int64_t widest = std::max({problem.key_dim, problem.value_dim, problem.chunk_size});
+  if (!fits({problem.batch, problem.tokens, problem.value_heads, widest}) ||
+      !fits({problem.num_sequences(), problem.value_heads, problem.key_dim, problem.value_dim})) {
+    throw_value_error("v: expected sizes whose product fits 64 bits, got B = ", problem.batch, ", T = ", problem.tokens,
+                      ", HV = ", problem.value_heads, ", K = ", problem.key_dim, ", V = ", problem.value_dim);
+  }
+}
+
 void check_gate(const Checker& check, const Problem& problem, const DLTensor* A_log, const DLTensor* dt_bias) {
   if (!problem.use_gate) {
     Checker::require_absent(A_log != nullptr, "A_log", "without use_gate_in_kernel");
@@ -232,6 +251,7 @@ void validate_problem(const Problem& problem) {
   if (problem.key_dim > kMaxKeyDim) {
     throw_assertion_error("k: expected a key dimension K of at most ", kMaxKeyDim, ", got ", problem.key_dim);
   }
+  check_sizes(problem);
   if (problem.num_threads < 0) {
     throw_value_error("num_threads: expected 0 (all) or more, got ", problem.num_threads);
   }

@@ -55,6 +55,13 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor
         raise ValueError("g: expected the raw gate with use_gate_in_kernel=True, got None")
 
 
+def refuse_mixed_meta(q: Tensor, **others: Tensor | None) -> None:
+    """One meta tensor makes torch compute shapes alone, for a call whose other tensors hold values."""
+    for name, x in others.items():
+        if x is not None and x.is_meta != q.is_meta:
+            raise ValueError(f"{name}: expected a tensor on {q.device} as q, got one on {x.device}")
+
+
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v in autocast's dtype where autocast is on; as torch's own rule has it, float64 is left alone."""
     device_type = q.device.type

@@ -103,6 +103,10 @@ def chunk_gated_delta_rule(
     if kwargs:
         state_v_first = _arguments.resolve_state_layout("chunk_gated_delta_rule", state_v_first, kwargs)
     _arguments.check_inputs(q, k, v, g, beta, use_gate_in_kernel)
+    _arguments.refuse_mixed_meta(
+        q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, initial_state=initial_state,
+        cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, chunk_indices=chunk_indices,
+    )  # fmt: skip
     _arguments.check_chunk_size(chunk_size)
     if cp_context is not None:
         _refuse_context_parallel(cp_context, initial_state, output_final_state)

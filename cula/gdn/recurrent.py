@@ -121,6 +121,10 @@ def fused_recurrent_gated_delta_rule(
         _arguments.check_tensor("v", v)
         beta = v.new_ones((), dtype=torch.float32).expand(v.shape[:-1])
     _arguments.check_inputs(q, k, v, g, beta, use_gate_in_kernel)
+    _arguments.refuse_mixed_meta(
+        q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, initial_state=initial_state,
+        cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu,
+    )  # fmt: skip
     if use_gate_in_kernel and A_log is None:
         raise ValueError("A_log: expected a tensor with use_gate_in_kernel=True, got None")
     if cu_seqlens is None and cu_seqlens_cpu is not None:

@@ -100,10 +100,24 @@ TEST(Plan, BackendOnTheCpu) {
 }
 
 TEST(Plan, Threads) {
-  gdn::Problem problem = problem_of(1, 10);
+  gdn::Problem problem = problem_of(1, 1000);
   EXPECT_GE(gdn::Plan::make(problem).num_threads(), 1);
   problem.num_threads = 5;
   EXPECT_EQ(gdn::Plan::make(problem).num_threads(), 5);
+  // Threads that would find nothing to do cost no workspace.
+  problem.num_threads = 100'000;
+  const gdn::Plan plan = gdn::Plan::make(problem);
+  EXPECT_LE(plan.num_threads(), std::max<int64_t>(2 * plan.sequential_units(),
+                                                  static_cast<int64_t>(plan.chunks().size()) * problem.value_heads));
+}
+
+TEST(Plan, SizesBeyond64Bits) {
+  gdn::Problem problem = problem_of(1, 64);
+  problem.heads = problem.value_heads = int64_t{1} << 62;
+  expect_error([&] { gdn::Plan::make(problem); }, "ValueError", {"64 bits"});
+  problem = problem_of(1, 64);
+  problem.value_dim = int64_t{1} << 62;
+  expect_error([&] { gdn::Plan::make(problem); }, "ValueError", {"64 bits"});
 }
 
 TEST(Plan, KeepsTheProblem) {

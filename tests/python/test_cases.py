@@ -35,7 +35,7 @@ from support import (
     run,
 )
 
-from cula.gdn import chunk_gated_delta_rule, plan, reference_gated_delta_rule
+from cula.gdn import chunk_gated_delta_rule, plan, reference_gated_delta_rule, stages
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -696,3 +696,24 @@ def test_the_reference_itself_on_a_case():
     gradients = output_gradients(inputs, {})
     expected = oracle(inputs, function=naive_gated_delta_rule, gradients=gradients)
     assert_accurate(oracle(inputs, function=reference_gated_delta_rule, gradients=gradients), expected, 1e-12)
+
+
+@pytest.mark.parametrize("lowest", [-1e3, -1e12, torch.finfo(torch.float32).min, float("-inf")])
+def test_case_02_gates_too_low_to_leave_anything(lowest):
+    """Masks are written as the lowest number of a type; the gates behind one must keep their digits."""
+    torch.manual_seed(0)
+    q, k = (F.normalize(torch.randn(1, 64, 1, 32), dim=-1) for _ in range(2))
+    v, beta = torch.randn(1, 64, 1, 32), torch.rand(1, 64, 1)
+    g = F.logsigmoid(torch.randn(1, 64, 1))
+    g[0, 5] = float("-inf")
+    expected, expected_state = chunk_gated_delta_rule(q, k, v, g, beta, output_final_state=True)
+    g[0, 5] = lowest
+    o, state = chunk_gated_delta_rule(q, k, v, g, beta, output_final_state=True)
+    assert torch.equal(o, expected)
+    assert torch.equal(state, expected_state)
+
+
+def test_case_21_norm_whose_square_passes_float32():
+    x = torch.randn(1, 4, 2, 8) * 1e25
+    y, _ = stages.l2norm_fwd(x)
+    torch.testing.assert_close(y.norm(dim=-1), torch.ones(1, 4, 2))

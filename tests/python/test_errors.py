@@ -461,3 +461,20 @@ def test_sigmoid_of_a_given_beta_is_not_assumed():
     inputs = valid()
     assert not torch.equal(chunk_gated_delta_rule(**inputs, **SIGMOID)[0], chunk_gated_delta_rule(**inputs)[0])
     assert oracle(inputs, **SIGMOID)["o"].dtype == torch.float64
+
+
+@pytest.mark.parametrize("operator", [chunk_gated_delta_rule, fused_recurrent_gated_delta_rule])
+@pytest.mark.parametrize("name", ["k", "v", "g", "beta", "initial_state", "cu_seqlens"])
+def test_one_meta_tensor_among_others(operator, name):
+    arguments = {
+        "q": torch.randn(1, 8, 1, 4),
+        "k": torch.randn(1, 8, 1, 4),
+        "v": torch.randn(1, 8, 1, 4),
+        "g": -torch.rand(1, 8, 1),
+        "beta": torch.rand(1, 8, 1),
+        "initial_state": torch.randn(1, 1, 4, 4),
+        "cu_seqlens": torch.tensor([0, 8]),
+    }
+    arguments[name] = arguments[name].to("meta")
+    with pytest.raises(ValueError, match=rf"{name}: expected a tensor on cpu"):
+        operator(**arguments)

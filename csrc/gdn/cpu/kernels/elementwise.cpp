@@ -1,6 +1,8 @@
 // The stages that work row by row or value by value: normalisation, beta, gate and its running sum.
 #include "gdn/cpu/kernels/elementwise.h"
 
+#include <limits>
+
 #include "gdn/cpu/kernels/kernels.h"
 
 namespace cula::gdn::cpu::CULA_ISA {
@@ -22,15 +24,19 @@ void for_chunks_and_heads(const Plan& plan, Body&& body) {
                [&](int64_t unit, int) { body(plan.chunks()[unit / heads], unit % heads); });
 }
 
+// A gate below this leaves no digits of the gates behind it in a float32 running sum; it is stored as the -inf that it
+// is for all that reads the sum.
+constexpr double kLowestSummedGate = -1e5;
+
 // The running sum of a chunk's gates. Forward, -inf marks the start of a segment (see stages.h); in reverse it is a
 // plain sum, as gradients need it.
 void running_sum(const double* gates, int64_t rows, double scale, bool reverse, double* sums) {
   double sum = 0.0;
   for (int64_t step = 0; step < rows; ++step) {
     const int64_t i = reverse ? rows - 1 - step : step;
-    const bool reset = !reverse && ChunkGate<double>::is_reset(gates[i]);
+    const bool reset = !reverse && gates[i] < kLowestSummedGate;
     sum = reset ? 0.0 : sum + gates[i];
-    sums[i] = reset ? gates[i] : sum * scale;
+    sums[i] = reset ? -std::numeric_limits<double>::infinity() : sum * scale;
   }
 }
 

@@ -33,13 +33,13 @@ void normalize_rows(const TensorView& x, const TensorView& y, const TensorView& 
     alignas(64) T piece[kPiece + kColumnPadding];
     const Tile<T> tile = {piece, kPiece};
     const MatrixView from = row_at(x, index), to = row_at(y, index);
-    T sum = T(0);
+    double sum = 0.0;
     for (int64_t j = 0; j < columns; j += kPiece) {
       const int64_t width = std::min(kPiece, columns - j);
       load_tile(from.columns_from(j), 1, width, tile);
-      sum += dot_row(piece, piece, width);
+      sum += squared_norm(piece, width);
     }
-    const T factor = T(1) / std::sqrt(sum + T(kL2NormEpsilon));
+    const T factor = T(1.0 / std::sqrt(sum + kL2NormEpsilon));
     for (int64_t j = 0; j < columns; j += kPiece) {
       const int64_t width = std::min(kPiece, columns - j);
       load_tile(from.columns_from(j), 1, width, tile);

@@ -32,9 +32,9 @@ struct GateParameters {
 //   from_start[i] = 2^gamma_i                                    from the state that enters to row i
 //   to_end[i] = 2^(gamma_L - gamma_i), L the last row            from row i to the state that leaves
 //   total = 2^gamma_L
-// A gate of -inf starts a new segment of rows: everything that crosses its start is exactly 0, and gamma restarts at 0.
-// Sums and differences are kept in float64: at strong decay gamma reaches thousands, and a difference of float32 sums
-// would have no digits left where the decay matters.
+// A gate of -inf, or so low that it is the same, starts a new segment of rows: everything that crosses its start is
+// exactly 0, and gamma restarts at 0. Sums and differences are kept in float64: at strong decay gamma reaches
+// thousands, and a difference of float32 sums would have no digits left where the decay matters.
 template <class T>
 struct ChunkGate {
   Tile<T> decay;  // [C, C]
@@ -53,7 +53,7 @@ struct ChunkGate {
     begin();
     double sum = 0.0;
     for (int64_t i = 0; i < rows; ++i) {
-      const bool reset = is_reset(gates[i]);
+      const bool reset = decays_to_nothing(gates[i]);
       sum = reset ? 0.0 : sum + gates[i] * kLog2E;
       add_row_gate(i, sum, reset);
     }
@@ -79,6 +79,9 @@ struct ChunkGate {
   bool resets_at(int64_t row) const { return first_reset_ >= 0 && row >= first_reset_ && segment_start[row] == row; }
 
   static bool is_reset(double gate) { return std::isinf(gate) && gate < 0.0; }
+  // exp(gate) is zero even in float64. Such a gate may be anything down to the lowest number of its type, as masks are
+  // written: added to a running sum it would swallow the gates behind it.
+  static bool decays_to_nothing(double log_gate) { return log_gate < -746.0; }
 
  private:
   void begin() { first_reset_ = last_reset_ = -1; }

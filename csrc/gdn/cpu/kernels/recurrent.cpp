@@ -20,7 +20,7 @@ template <class T>
 void load_key(const TensorView& x, const Problem& p, int64_t token, int64_t head, T* row) {
   load_tile(rows_of(x, p, token, head), 1, p.key_dim, Tile<T>{row, kMaxKeyDim});
   if (!p.use_qk_l2norm) return;
-  scale_row(T(1) / std::sqrt(dot_row(row, row, p.key_dim) + T(kL2NormEpsilon)), padded(p.key_dim), row);
+  scale_row(T(1.0 / std::sqrt(squared_norm(row, p.key_dim) + kL2NormEpsilon)), padded(p.key_dim), row);
 }
 
 template <class T>

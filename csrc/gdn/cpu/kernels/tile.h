@@ -270,6 +270,16 @@ inline T dot_row(const T* a, const T* b, int64_t count) {
   return total;
 }
 
+// Sum of squares, also where one of them passes the range of T.
+template <class T>
+inline double squared_norm(const T* a, int64_t count) {
+  const T sum = dot_row(a, a, count);
+  if (std::isfinite(sum)) return sum;
+  double total = 0.0;
+  for (int64_t j = 0; j < count; ++j) total += static_cast<double>(a[j]) * static_cast<double>(a[j]);
+  return total;
+}
+
 // to += factor * from
 template <class T>
 inline void add_row(T factor, const T* from, int64_t columns, T* to) {
