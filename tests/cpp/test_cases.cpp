@@ -7,7 +7,6 @@
 #include <thread>
 
 #include "gdn/reference/scalar.h"
-#include "gdn/stages.h"
 #include "operator_case.h"
 
 namespace cula::test {
@@ -382,7 +381,7 @@ TEST(Cases, Case07_Bf16Gate) {
 }
 
 TEST(Cases, Case08_Float32BetaIsNotRounded) {
-  double state_error[2];
+  double state_error[2] = {};
   int row = 0;
   for (const int64_t T : {256, 2048}) {
     const OperatorCase c = make_case(DType::kBFloat16, 1, T, 1, 1, 64, 64);
