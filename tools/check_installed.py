@@ -17,8 +17,9 @@ import cula.gdn
 
 
 def modules() -> list[str]:
-    walked = pkgutil.walk_packages(cula.gdn.__path__, prefix="cula.gdn.")
-    return ["cula.gdn", *(module.name for module in walked)]
+    walked = (module.name for module in pkgutil.walk_packages(cula.gdn.__path__, prefix="cula.gdn."))
+    # The compiled library lies among the modules and looks like one, but is not Python's to import.
+    return ["cula.gdn", *(name for name in walked if name != "cula.gdn.libcula_gdn_ffi")]
 
 
 def main() -> int:
