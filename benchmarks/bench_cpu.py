@@ -189,14 +189,6 @@ def measure_errors(tokens: int) -> dict[str, Any]:
 # ---- reports --------------------------------------------------------------------------------------------------------
 
 
-def commit() -> str:
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return str(describe()["commit"])
-
-
 def table(headings: list[str], rows: list[list[str]]) -> str:
     lines = ["| " + " | ".join(cells) + " |" for cells in [headings, ["---"] * len(headings), *rows]]
     return "\n".join(lines)
@@ -318,7 +310,7 @@ def main() -> int:
     error_tokens = 128 if options.quick else 512
     lengths = [1024, 2048] if options.quick else [1024, 2048, 4096, 8192, 16384, 32768]
     results: dict[str, Any] = {
-        "machine": {**describe(), "commit": commit(), "processor": processor_name()},
+        "machine": {**describe(), "processor": processor_name()},
         "tokens": tokens,
         "error_tokens": error_tokens,
         "errors": measure_errors(error_tokens),
