@@ -1,5 +1,8 @@
 #include "gdn/gdn.h"
 
+#include <initializer_list>
+
+#include "common/host/memory.h"
 #include "gdn/backend.h"
 #include "gdn/validate.h"
 
@@ -12,15 +15,33 @@ const BackendTable& backend_table([[maybe_unused]] Backend backend) {
   return cpu_backend();
 }
 
+namespace {
+
+// On the CPU: the areas that a call is about to fill.
+void expect_writes(const Plan& plan, Workspace workspace, std::initializer_list<const DLTensor*> outputs) {
+  if (plan.backend() != Backend::kCpu) return;
+  prefer_huge_pages(workspace.data, workspace.bytes);
+  for (const DLTensor* output : outputs) {
+    const TensorView view = TensorView::from(output, "output");
+    if (view && view.is_contiguous()) {
+      prefer_huge_pages(view.data, static_cast<size_t>(view.numel()) * dtype_size(view.dtype));
+    }
+  }
+}
+
+}  // namespace
+
 void forward(const Plan& plan, const ForwardTensors& tensors, Workspace workspace, Stream stream) {
   validate_forward(plan, tensors);
   validate_workspace(workspace, plan.forward_workspace_bytes(tensors.saved != nullptr));
+  expect_writes(plan, workspace, {tensors.o, tensors.saved != nullptr ? tensors.saved->A : nullptr});
   backend_table(plan.backend()).forward(plan, tensors, workspace, stream);
 }
 
 void backward(const Plan& plan, const BackwardTensors& tensors, Workspace workspace, Stream stream) {
   validate_backward(plan, tensors);
   validate_workspace(workspace, plan.backward_workspace_bytes());
+  expect_writes(plan, workspace, {tensors.dq, tensors.dk, tensors.dv});
   backend_table(plan.backend()).backward(plan, tensors, workspace, stream);
 }
 
