@@ -45,7 +45,8 @@ int guarded(char* error, size_t error_bytes, F&& f) {
   return 1;
 }
 
-void call(const std::string& name, const Plan& plan, DLTensor** t, const double* s, Workspace workspace, Stream stream) {
+void call(const std::string& name, const Plan& plan, DLTensor** t, const double* s, Workspace workspace,
+          Stream stream) {
   if (name == "forward" || name == "recurrent_forward") {
     const SavedTensors saved = {t[10], t[11], t[12], t[13], t[14]};
     ForwardTensors f = {t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], t[9], nullptr, t[15]};
@@ -55,8 +56,8 @@ void call(const std::string& name, const Plan& plan, DLTensor** t, const double*
   }
   if (name == "backward") {
     const SavedTensors saved = {t[10], t[11], t[12], t[13], t[14]};
-    BackwardTensors b = {t[0],  t[1],  t[2],  t[3],  t[4],  t[5],  t[6],  t[7],  &saved, t[8],
-                         t[9],  t[16], t[17], t[18], t[19], t[20], t[21], t[22], t[23],  t[15]};
+    BackwardTensors b = {t[0], t[1],  t[2],  t[3],  t[4],  t[5],  t[6],  t[7],  &saved, t[8],
+                         t[9], t[16], t[17], t[18], t[19], t[20], t[21], t[22], t[23],  t[15]};
     return backward(plan, b, workspace, stream);
   }
   if (name == "l2norm_fwd") return stages::l2norm_fwd(plan, {t[0], t[1], t[2]}, stream);
@@ -97,8 +98,8 @@ void call(const std::string& name, const Plan& plan, DLTensor** t, const double*
         plan, {t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], t[9], t[10], t[11], t[12], t[13]}, stream);
   }
   if (name == "prepare_wy_repr_bwd") {
-    return stages::prepare_wy_repr_bwd(
-        plan, {t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], t[9], t[10], t[11]}, stream);
+    return stages::prepare_wy_repr_bwd(plan, {t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], t[9], t[10], t[11]},
+                                       stream);
   }
   throw cula::Error("ValueError", "no operation of this name: " + name);
 }

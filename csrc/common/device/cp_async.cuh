@@ -14,8 +14,8 @@ __device__ __forceinline__ void cp_async(void* shared, const void* global, bool 
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(bytes)
                  : "memory");
   } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(shared_address(shared)), "l"(global),
-                 "r"(bytes), "n"(kBytes)
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(bytes),
+                 "n"(kBytes)
                  : "memory");
   }
 }

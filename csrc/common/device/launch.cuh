@@ -41,7 +41,7 @@ class DeviceGuard {
 
 struct DeviceLimits {
   int multiprocessors;
-  int shared_bytes_per_block;           // with opt-in
+  int shared_bytes_per_block;  // with opt-in
   int shared_bytes_per_multiprocessor;
 };
 
@@ -78,7 +78,8 @@ struct LaunchShape {
 template <auto kKernel, class Params>
 void launch(const char* name, const LaunchShape& shape, const Params& params) {
   if (shape.blocks == 0) return;
-  if (shape.blocks > 0x7fffffff) throw_runtime_error(name, ": ", shape.blocks, " blocks exceed the grid limit 2^31 - 1");
+  if (shape.blocks > 0x7fffffff)
+    throw_runtime_error(name, ": ", shape.blocks, " blocks exceed the grid limit 2^31 - 1");
   if (shape.shared_bytes > 48 * 1024) {
     // Raised once a kernel and device: the attribute only grows, so a race between two threads is harmless.
     static std::atomic<size_t> raised[kMaxDevices];
@@ -88,7 +89,8 @@ void launch(const char* name, const LaunchShape& shape, const Params& params) {
     if (raised[device].load(std::memory_order_acquire) < shape.shared_bytes) {
       const size_t limit = device_limits().shared_bytes_per_block;
       if (shape.shared_bytes > limit) {
-        throw_runtime_error(name, " needs ", shape.shared_bytes, " bytes of shared memory a block; this GPU has ", limit);
+        throw_runtime_error(name, " needs ", shape.shared_bytes, " bytes of shared memory a block; this GPU has ",
+                            limit);
       }
       check_cuda(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(limit)),
                  name);

@@ -67,10 +67,14 @@ __device__ __forceinline__ float2 unpack2(uint32_t bits) {
 
 __device__ __forceinline__ float load_float(const void* data, DType dtype, int64_t index) {
   switch (dtype) {
-    case DType::kBFloat16: return to_float(static_cast<const bf16*>(data)[index]);
-    case DType::kFloat16: return to_float(static_cast<const fp16*>(data)[index]);
-    case DType::kFloat64: return static_cast<float>(static_cast<const double*>(data)[index]);
-    default: return static_cast<const float*>(data)[index];
+    case DType::kBFloat16:
+      return to_float(static_cast<const bf16*>(data)[index]);
+    case DType::kFloat16:
+      return to_float(static_cast<const fp16*>(data)[index]);
+    case DType::kFloat64:
+      return static_cast<float>(static_cast<const double*>(data)[index]);
+    default:
+      return static_cast<const float*>(data)[index];
   }
 }
 
@@ -81,10 +85,18 @@ __device__ __forceinline__ double load_double(const void* data, DType dtype, int
 
 __device__ __forceinline__ void store_float(void* data, DType dtype, int64_t index, float value) {
   switch (dtype) {
-    case DType::kBFloat16: static_cast<bf16*>(data)[index] = from_float<bf16>(value); break;
-    case DType::kFloat16: static_cast<fp16*>(data)[index] = from_float<fp16>(value); break;
-    case DType::kFloat64: static_cast<double*>(data)[index] = value; break;
-    default: static_cast<float*>(data)[index] = value; break;
+    case DType::kBFloat16:
+      static_cast<bf16*>(data)[index] = from_float<bf16>(value);
+      break;
+    case DType::kFloat16:
+      static_cast<fp16*>(data)[index] = from_float<fp16>(value);
+      break;
+    case DType::kFloat64:
+      static_cast<double*>(data)[index] = value;
+      break;
+    default:
+      static_cast<float*>(data)[index] = value;
+      break;
   }
 }
 

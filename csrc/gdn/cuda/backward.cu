@@ -10,8 +10,8 @@ namespace cula::gdn::cuda {
 namespace {
 
 struct BackwardWorkspace {
-  void* scores = nullptr;  // [B, T, HV, C] x: P, and dP once the scans have used P
-  void* M = nullptr;       // [B, T, HV, C] x
+  void* scores = nullptr;    // [B, T, HV, C] x: P, and dP once the scans have used P
+  void* M = nullptr;         // [B, T, HV, C] x
   float* factors = nullptr;  // [3, HV, B T]
   void* S = nullptr;         // [slots, HV] blocks x
   void* D = nullptr;

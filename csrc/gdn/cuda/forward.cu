@@ -12,8 +12,8 @@ namespace {
 struct ForwardWorkspace {
   void* q_normalized = nullptr;  // [B, T, H, K] x; these two and A only if they are not saved
   void* k_normalized = nullptr;
-  void* A = nullptr;  // [B, T, HV, C] x
-  void* P = nullptr;  // [B, T, HV, C] x
+  void* A = nullptr;         // [B, T, HV, C] x
+  void* P = nullptr;         // [B, T, HV, C] x
   float* factors = nullptr;  // [3, HV, B T]
   size_t bytes = 0;
 
@@ -62,8 +62,8 @@ void forward(const Plan& plan, const ForwardTensors& t, Workspace workspace, Str
   TensorArg k = token_arg(t.k, "k", call.dtype);
   if (problem.use_qk_l2norm) {
     const auto normalize = [&](const DLTensor* x, DLTensor* y, DLTensor* rstd, void* scratch, TensorArg& result) {
-      const RowsArg target = saves ? rows_arg(y, "saved", false)
-                                   : dense_rows(scratch, call.dtype, rows * problem.heads, problem.key_dim);
+      const RowsArg target =
+          saves ? rows_arg(y, "saved", false) : dense_rows(scratch, call.dtype, rows * problem.heads, problem.key_dim);
       launch_l2norm(rows_arg(x, "q", false), target, saves ? rows_arg(rstd, "rstd", true) : RowsArg{},
                     rows * problem.heads, key_dim, stream);
       result = saves ? token_arg(y, "saved", call.dtype)

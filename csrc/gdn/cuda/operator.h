@@ -14,7 +14,7 @@ struct Call {
   const Problem& problem;
   DType dtype;
   SequenceTable sequences;
-  int64_t group;  // value heads a key head
+  int64_t group;       // value heads a key head
   int64_t token_rows;  // B T
 };
 
@@ -22,9 +22,12 @@ struct Call {
 template <class F>
 void with_element_type(DType dtype, F&& f) {
   switch (dtype) {
-    case DType::kBFloat16: return f(device::bf16{});
-    case DType::kFloat16: return f(device::fp16{});
-    default: return f(float{});
+    case DType::kBFloat16:
+      return f(device::bf16{});
+    case DType::kFloat16:
+      return f(device::fp16{});
+    default:
+      return f(float{});
   }
 }
 

@@ -108,7 +108,8 @@ void chunk_scaled_dot_kkt_fwd(const Plan& plan, const stages::ScaledDotKkt& t, S
   const auto guard = guard_of(plan);
   PrepareArgs args = prepare_args(call, t.k, stage_gates(t.g, t.beta));
   args.L = token_arg(t.L, "L", DType::kFloat32);
-  with_element_type(call.dtype, [&](auto element) { launch_prepare<decltype(element), GateKind::kGamma>(args, native(stream)); });
+  with_element_type(call.dtype,
+                    [&](auto element) { launch_prepare<decltype(element), GateKind::kGamma>(args, native(stream)); });
   launch_zero_padding(call.sequences, args.L, call.problem.value_heads, call.problem.chunk_size, native(stream));
 }
 
@@ -126,7 +127,8 @@ void chunk_gated_delta_rule_fwd_intra(const Plan& plan, const stages::Intra& t, 
     const auto guard = guard_of(plan);
     PrepareArgs args = prepare_args(call, t.k, stage_gates(t.g, t.beta));
     args.A = token_arg(t.A, "A", call.dtype);
-    with_element_type(call.dtype, [&](auto element) { launch_prepare<decltype(element), GateKind::kGamma>(args, native(stream)); });
+    with_element_type(call.dtype,
+                      [&](auto element) { launch_prepare<decltype(element), GateKind::kGamma>(args, native(stream)); });
     launch_zero_padding(call.sequences, args.A, call.problem.value_heads, call.problem.chunk_size, native(stream));
   }
   recompute_w_u_fwd(plan, {t.k, t.v, t.beta, t.A, t.g, t.w, t.u, t.cu_seqlens}, stream);

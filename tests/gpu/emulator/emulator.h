@@ -1,5 +1,5 @@
-// Runs the kernels of the cuda backend on the CPU, a block at a time, each thread of a block as a fiber: their logic and
-// fragment layouts can be tested on a machine without a GPU. The headers beside this one take the place of
+// Runs the kernels of the cuda backend on the CPU, a block at a time, each thread of a block as a fiber: their logic
+// and fragment layouts can be tested on a machine without a GPU. The headers beside this one take the place of
 // csrc/common/device; all else is the library's own source, compiled as C++.
 //
 // It is stricter than a GPU where that finds faults: shared memory starts as NaN, cp.async copies nothing before it is

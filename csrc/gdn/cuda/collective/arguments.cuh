@@ -30,7 +30,7 @@ struct TensorArg {
 struct RowsArg {
   void* data = nullptr;
   DType dtype = DType::kFloat32;
-  int dims = 0;                        // without the last
+  int dims = 0;  // without the last
   int64_t shape[kMaxDims] = {};
   int64_t stride[kMaxDims] = {};
   int64_t last_stride = 1;
@@ -104,8 +104,7 @@ __device__ __forceinline__ bool find_chunk(const SequenceTable& table, int64_t s
   while (count > 1) {
     const int64_t step = (count + 31) / 32;
     const int64_t probe = lane_id() * step;
-    const bool reached =
-        probe < count && table.boundary(low + probe) / table.chunk_size + low + probe <= slot;
+    const bool reached = probe < count && table.boundary(low + probe) / table.chunk_size + low + probe <= slot;
     const int last = 31 - __clz(static_cast<int>(ballot(reached) | 1u));
     low += last * step;
     count = count - last * step < step ? count - last * step : step;
@@ -117,7 +116,8 @@ __device__ __forceinline__ bool find_chunk(const SequenceTable& table, int64_t s
   const int64_t done = chunk.index * table.chunk_size;
   if (chunk.index < 0 || done >= sequence.length) return false;
   chunk.token = sequence.begin + done;
-  chunk.length = static_cast<int>(sequence.length - done < table.chunk_size ? sequence.length - done : table.chunk_size);
+  chunk.length =
+      static_cast<int>(sequence.length - done < table.chunk_size ? sequence.length - done : table.chunk_size);
   return true;
 }
 

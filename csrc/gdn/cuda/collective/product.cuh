@@ -14,7 +14,7 @@ inline constexpr int kUnrolledSteps = sizeof(T) == 2 ? 4 : 1;
 // c (rows m0 .., 64 columns) += a b with a [m][k] and b [k][n].
 template <class T>
 __device__ __forceinline__ void multiply_tiles(float (&c)[8][4], const T* a, const T* b, int m0) {
-#pragma unroll(kUnrolledSteps<T>)
+#pragma unroll(kUnrolledSteps <T>)
   for (int k = 0; k < kRows; k += 16) {
     const FragmentA<T> rows = load_a<kPitch<kRows>>(a, m0, k);
 #pragma unroll
@@ -27,7 +27,7 @@ __device__ __forceinline__ void multiply_tiles(float (&c)[8][4], const T* a, con
 // The same with b given as [n][k].
 template <class T>
 __device__ __forceinline__ void multiply_tiles_by_rows(float (&c)[8][4], const T* a, const T* b, int m0) {
-#pragma unroll(kUnrolledSteps<T>)
+#pragma unroll(kUnrolledSteps <T>)
   for (int k = 0; k < kRows; k += 16) {
     const FragmentA<T> rows = load_a<kPitch<kRows>>(a, m0, k);
 #pragma unroll
@@ -38,7 +38,7 @@ __device__ __forceinline__ void multiply_tiles_by_rows(float (&c)[8][4], const T
 // c += a^T b with a [k][m] and b [k][n].
 template <class T>
 __device__ __forceinline__ void multiply_transposed_tiles(float (&c)[8][4], const T* a, const T* b, int m0) {
-#pragma unroll(kUnrolledSteps<T>)
+#pragma unroll(kUnrolledSteps <T>)
   for (int k = 0; k < kRows; k += 16) {
     const FragmentA<T> rows = load_a_transposed<kPitch<kRows>>(a, m0, k);
 #pragma unroll
@@ -52,7 +52,7 @@ __device__ __forceinline__ void multiply_transposed_tiles(float (&c)[8][4], cons
 template <class T>
 __device__ __forceinline__ void multiply_pair(float (&c0)[8][4], float (&c1)[8][4], const T* a0, const T* a1,
                                               const T* b, int m0) {
-#pragma unroll(kUnrolledSteps<T>)
+#pragma unroll(kUnrolledSteps <T>)
   for (int k = 0; k < kRows; k += 16) {
     const FragmentA<T> rows0 = load_a<kPitch<kRows>>(a0, m0, k);
     const FragmentA<T> rows1 = load_a<kPitch<kRows>>(a1, m0, k);
@@ -69,7 +69,7 @@ __device__ __forceinline__ void multiply_pair(float (&c0)[8][4], float (&c1)[8][
 template <class T>
 __device__ __forceinline__ void multiply_lower_pair(float (&c0)[8][4], float (&c1)[8][4], const T* a0, const T* a1,
                                                     const T* b, int m0) {
-#pragma unroll(kUnrolledSteps<T>)
+#pragma unroll(kUnrolledSteps <T>)
   for (int k = 0; k < kRows; k += 16) {
     const FragmentA<T> rows0 = load_a<kPitch<kRows>>(a0, m0, k);
     const FragmentA<T> rows1 = load_a<kPitch<kRows>>(a1, m0, k);
@@ -129,9 +129,11 @@ __device__ __forceinline__ void load_state_blocks(T* tile, const T* states, cons
     const int key_block = block % 8;
     const int value_block = block / 8;
     const bool valid = value + 8 * value_block < rows;
-    const T* source = states + blocks.offset +
-                      (static_cast<int64_t>(value / 8 + value_block) * (blocks.padded_key_dim / 8) + blocks.key / 8 +
-                       key_block) * 64 + row * 8 + piece * kElements;
+    const T* source =
+        states + blocks.offset +
+        (static_cast<int64_t>(value / 8 + value_block) * (blocks.padded_key_dim / 8) + blocks.key / 8 + key_block) *
+            64 +
+        row * 8 + piece * kElements;
     cp_async<16>(tile + (8 * value_block + row) * kPitch<kRows> + 8 * key_block + piece * kElements,
                  valid ? source : states, valid);
   }

@@ -30,9 +30,10 @@ __device__ __forceinline__ void load_state(float (&s)[kKeys / 8][4], const Tenso
       const int key = part.key + fragment_column(i, j);
       const int value = part.value + fragment_row(j);
       const bool valid = x && key < part.key_dim && value < part.value_dim;
-      s[i][j] = valid ? x.load(part.sequence * x.stride[0] + part.head * x.stride[1] + key * x.stride[2] +
-                               value * x.stride[3])
-                      : 0.0f;
+      s[i][j] =
+          valid
+              ? x.load(part.sequence * x.stride[0] + part.head * x.stride[1] + key * x.stride[2] + value * x.stride[3])
+              : 0.0f;
     }
   }
 }

@@ -87,8 +87,12 @@ __global__ void __launch_bounds__(kSplit * 128, 1) adjoint_scan_kernel(const Adj
   const auto window = [&](int64_t c, int64_t window_head, int column, int columns) {
     const int64_t first = (num_chunks - 1 - c) * chunk_size;
     const int64_t left = sequence.length - first;
-    return Window{sequence.batch, sequence.begin + first, static_cast<int>(left < chunk_size ? left : chunk_size),
-                  window_head, column, columns};
+    return Window{sequence.batch,
+                  sequence.begin + first,
+                  static_cast<int>(left < chunk_size ? left : chunk_size),
+                  window_head,
+                  column,
+                  columns};
   };
   // Steps 2 c and 2 c + 1 of the pipeline bring k (with all that goes with the chunk) and q.
   const auto issue = [&](int64_t step) {

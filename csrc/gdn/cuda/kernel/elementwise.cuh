@@ -242,8 +242,8 @@ static __global__ void __launch_bounds__(kElementThreads) zero_padding_kernel(co
        i += static_cast<int64_t>(gridDim.x) * kElementThreads) {
     const int64_t row = i / args.columns;
     const int64_t token = row / args.heads;
-    args.x.store(args.x.offset(0, first + token, row - token * args.heads) + (i - row * args.columns) * args.x.stride[3],
-                 0.0f);
+    args.x.store(
+        args.x.offset(0, first + token, row - token * args.heads) + (i - row * args.columns) * args.x.stride[3], 0.0f);
   }
 }
 

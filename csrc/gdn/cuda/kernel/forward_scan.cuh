@@ -24,7 +24,7 @@ struct ForwardScanArgs {
   TensorArg k;
   TensorArg v;
   TensorArg A;
-  TensorArg P;  // with the scale
+  TensorArg P;           // with the scale
   const float* factors;  // [3][HV][B T]: decay, to_end, beta
   int64_t factor_stride;
   TensorArg initial_state;
@@ -94,8 +94,12 @@ __global__ void __launch_bounds__(kSplit * 128, 1) forward_scan_kernel(const For
 
   const auto window = [&](int64_t c, int64_t window_head, int column, int columns) {
     const int64_t left = sequence.length - c * chunk_size;
-    return Window{sequence.batch, sequence.begin + c * chunk_size, static_cast<int>(left < chunk_size ? left : chunk_size),
-                  window_head, column, columns};
+    return Window{sequence.batch,
+                  sequence.begin + c * chunk_size,
+                  static_cast<int>(left < chunk_size ? left : chunk_size),
+                  window_head,
+                  column,
+                  columns};
   };
   // Step s of the pipeline brings tile s: q and k of chunk after chunk, or k alone.
   const auto issue = [&](int64_t step) {
@@ -222,7 +226,8 @@ __global__ void __launch_bounds__(kSplit * 128, 1) forward_scan_kernel(const For
         const FragmentA<T> a = to_a<T>(v[j / 8], v[j / 8 + 1]);
 #pragma unroll
         for (int i = 0; i < 4; i += 2) {
-          if (first + 8 * i >= j) mma(o_half[i], o_half[i + 1], a, load_b<kPitch<kRows>>(chunk.P.data, first + 8 * i, j));
+          if (first + 8 * i >= j)
+            mma(o_half[i], o_half[i + 1], a, load_b<kPitch<kRows>>(chunk.P.data, first + 8 * i, j));
         }
       }
       Window rows_half = rows;

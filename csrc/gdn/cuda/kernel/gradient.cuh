@@ -27,7 +27,7 @@ struct ScoreGradientShared {
       Tile<T, kRows> v;
     } values;
     struct {
-      Tile<float, kRows> pairs;   // what the gate sees of each pair of rows
+      Tile<float, kRows> pairs;      // what the gate sees of each pair of rows
       Tile<float, kRows> strengths;  // what beta sees
     } sums;
     struct {
@@ -66,7 +66,8 @@ __global__ void __launch_bounds__(kProductThreads, 2) score_gradient_kernel(cons
   }
 
   for (int64_t head = key_head * args.group; head < (key_head + 1) * args.group; ++head) {
-    if (warp_id() == 0) load_gates<GateKind::kLogDecay>(shared.gates, args.gates, chunk.batch, chunk.token, chunk.length, head);
+    if (warp_id() == 0)
+      load_gates<GateKind::kLogDecay>(shared.gates, args.gates, chunk.batch, chunk.token, chunk.length, head);
     float dp[8][4];
     float dl[8][4];
     clear(dp);
@@ -174,15 +175,16 @@ __global__ void __launch_bounds__(kProductThreads, 2) operand_gradient_kernel(co
   clear(dq);
   clear(dk);
   for (int64_t head = key_head * args.group; head < (key_head + 1) * args.group; ++head) {
-    if (warp_id() == 0) load_gates<GateKind::kLogDecay>(shared.gates, args.gates, chunk.batch, chunk.token, chunk.length, head);
+    if (warp_id() == 0)
+      load_gates<GateKind::kLogDecay>(shared.gates, args.gates, chunk.batch, chunk.token, chunk.length, head);
     const GateRows& gates = shared.gates;
     const StateBlocks states = {args.state_elements * (slot * value_heads + head), args.padded_key_dim, args.value_dim,
                                 key};
     const auto values = [&](int column) {
       return Window{chunk.batch, chunk.token, chunk.length, head, column, args.value_dim - column};
     };
-    const int64_t sums_at = key_block * args.sums.stride + head * args.sums.head_stride +
-                            chunk.batch * args.sequences.tokens + chunk.token;
+    const int64_t sums_at =
+        key_block * args.sums.stride + head * args.sums.head_stride + chunk.batch * args.sequences.tokens + chunk.token;
     {
       float by_output[8][4];
       float by_update[8][4];

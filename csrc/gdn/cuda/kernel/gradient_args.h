@@ -7,12 +7,12 @@ namespace cula::gdn::cuda {
 
 // Row sums by [.., HV, B T]; `state` by [.., slot, HV]. key_blocks parts of each but the first two.
 struct GradientSums {
-  float* scores;    // gate: row sums minus column sums
-  float* beta;      // beta, but for what goes through the state
-  float* decay;     // gate, through the decay of a row: scale decay <q, dO S^T> - beta decay <k, dW S^T>
-  float* to_end;    // gate, through to_end: to_end <k, V' D^T>
-  float* state;     // <S, D>
-  float* beta_state;  // beta, through the state: decay <k, dW S^T>
+  float* scores;         // gate: row sums minus column sums
+  float* beta;           // beta, but for what goes through the state
+  float* decay;          // gate, through the decay of a row: scale decay <q, dO S^T> - beta decay <k, dW S^T>
+  float* to_end;         // gate, through to_end: to_end <k, V' D^T>
+  float* state;          // <S, D>
+  float* beta_state;     // beta, through the state: decay <k, dW S^T>
   int64_t stride;        // HV B T
   int64_t head_stride;   // B T
   int64_t state_stride;  // slots HV
@@ -42,7 +42,7 @@ struct GradientArgs {
   GradientSums sums;
   TensorArg dq;
   TensorArg dk;
-  TensorArg dg;      // by the log decay
+  TensorArg dg;  // by the log decay
   TensorArg dbeta;
 };
 

@@ -12,16 +12,16 @@ namespace cula::gdn::cuda {
 struct PrepareArgs {
   SequenceTable sequences;
   int64_t heads;
-  int64_t group;    // value heads a key head
+  int64_t group;  // value heads a key head
   int key_dim;
-  float scale;      // of P
-  TensorArg q;      // needed for P
+  float scale;  // of P
+  TensorArg q;  // needed for P
   TensorArg k;
   GateArgs gates;
   // Results; those absent are not computed.
-  TensorArg L;      // [B, T, HV, C]
-  TensorArg A;      // [B, T, HV, C]
-  TensorArg P;      // [B, T, HV, C], scale (q k^T) between(i, j) on and below the diagonal
+  TensorArg L;  // [B, T, HV, C]
+  TensorArg A;  // [B, T, HV, C]
+  TensorArg P;  // [B, T, HV, C], scale (q k^T) between(i, j) on and below the diagonal
   // [3][HV][B T] fp32: decay, to_end, beta
   float* factors;
   int64_t factor_stride;  // HV B T
@@ -61,7 +61,11 @@ __global__ void __launch_bounds__(kInverseThreads, 2) prepare_kernel(const Prepa
   clear(qk);
   const int blocks = (args.key_dim + kRows - 1) / kRows;
   const auto load_block = [&](int block) {
-    const Window window = {chunk.batch, chunk.token, chunk.length, key_head, static_cast<int64_t>(block) * kRows,
+    const Window window = {chunk.batch,
+                           chunk.token,
+                           chunk.length,
+                           key_head,
+                           static_cast<int64_t>(block) * kRows,
                            args.key_dim - block * kRows};
     load_tile<T, kRows>(shared.operands.k[block & 1].data, args.k, window);
     if (wants_scores) load_tile<T, kRows>(shared.operands.q[block & 1].data, args.q, window);

@@ -23,9 +23,9 @@ static __global__ void __launch_bounds__(kInverseThreads) solve_kernel(const Sol
   for (int i = static_cast<int>(threadIdx.x); i < kRows * kRows; i += kInverseThreads) {
     const int row = i / kRows;
     const int column = i - row * kRows;
-    m[row * kPitch<kRows> + column] =
-        row < chunk.length && column < row ? args.L.load(base + row * args.L.stride[1] + column * args.L.stride[3])
-                                           : 0.0f;
+    m[row * kPitch<kRows> + column] = row < chunk.length && column < row
+                                          ? args.L.load(base + row * args.L.stride[1] + column * args.L.stride[3])
+                                          : 0.0f;
   }
   sync_block();
   invert_triangle(m);

@@ -5,7 +5,8 @@
 
 namespace cula::gdn::cuda {
 
-// dv = (scale (q k^T) between)^T do ------------------------------------------------------------------------------------
+// dv = (scale (q k^T) between)^T do
+// ------------------------------------------------------------------------------------
 
 struct LocalValueGradientArgs {
   SequenceTable sequences;
@@ -42,7 +43,8 @@ __global__ void __launch_bounds__(kStageThreads, 1) local_value_gradient_kernel(
   if (!find_chunk(args.sequences, slot, chunk)) return;
   const int64_t key_head = head / args.group;
   const Window values = {chunk.batch, chunk.token, chunk.length, head, value, args.value_dim - value};
-  if (warp_id() == 0) load_gates<GateKind::kGamma>(shared.gates, args.gates, chunk.batch, chunk.token, chunk.length, head);
+  if (warp_id() == 0)
+    load_gates<GateKind::kGamma>(shared.gates, args.gates, chunk.batch, chunk.token, chunk.length, head);
   load_tile<T, kRows>(shared.grad_output.data, args.grad_output, values);
   const int m0 = warp_id() * 16;
   float kq[8][4];  // rows: keys; columns: queries
@@ -126,8 +128,8 @@ __global__ void __launch_bounds__(kStageThreads, 1) state_gradient_kernel(const 
   const Sequence sequence = find_sequence(args.sequences, sequence_index);
   const int half = warp_id() % kSplit;
   const int row_block = warp_id() / kSplit;
-  const StatePart part = {sequence_index, head, half * kKeys, block_value + 16 * row_block, args.key_dim,
-                          args.value_dim};
+  const StatePart part = {sequence_index, head,          half * kKeys, block_value + 16 * row_block,
+                          args.key_dim,   args.value_dim};
   const int64_t first_chunk = dense_chunk_index(args.sequences, sequence_index, 0);
   const int columns = args.value_dim - block_value;
 
@@ -190,7 +192,8 @@ __global__ void __launch_bounds__(kStageThreads, 1) state_gradient_kernel(const 
   if (args.dh0) store_state<kKeys>(d, args.dh0, part);
 }
 
-// dq, dk, dw, dg of the output and the states --------------------------------------------------------------------------
+// dq, dk, dw, dg of the output and the states
+// --------------------------------------------------------------------------
 
 struct OperandStageArgs {
   SequenceTable sequences;
@@ -244,7 +247,7 @@ __global__ void __launch_bounds__(kStageThreads, 1) operand_stage_kernel(const O
     sync_block();
   };
   // c += a b for a tile of values and a tile of a state, [keys][values] or [values][keys]
-  const auto multiply_by_state = [&](float (&c)[8][4], const T* a) {
+  const auto multiply_by_state = [&](float(&c)[8][4], const T* a) {
     if (args.state_v_first) {
       multiply_tiles(c, a, shared.z.data, m0);
     } else {
@@ -261,7 +264,8 @@ __global__ void __launch_bounds__(kStageThreads, 1) operand_stage_kernel(const O
     for (int64_t member = 0; member < args.group; ++member) {
       const int64_t head = key_head * args.group + member;
       sync_block();  // the tiles and gates of the member before have been read
-      if (warp_id() == 0) load_gates<GateKind::kGamma>(shared.gates, args.gates, chunk.batch, chunk.token, chunk.length, head);
+      if (warp_id() == 0)
+        load_gates<GateKind::kGamma>(shared.gates, args.gates, chunk.batch, chunk.token, chunk.length, head);
       load_tile<T, kRows>(shared.q.data, args.q, keys);
       load_tile<T, kRows>(shared.k.data, args.k, keys);
       const GateRows& gates = shared.gates;
@@ -274,7 +278,7 @@ __global__ void __launch_bounds__(kStageThreads, 1) operand_stage_kernel(const O
         load_state_tile<T>(tile, h, offset, args.state_v_first, key, args.key_dim - key, value, args.value_dim - value);
       };
       // total += c; gate_sum += sign <c, tile> by rows; returns this lane's part of <c, tile>
-      const auto take = [&](float (&total)[8][4], const float (&c)[8][4], const T* tile, float sign) {
+      const auto take = [&](float(&total)[8][4], const float(&c)[8][4], const T* tile, float sign) {
         float whole = 0.0f;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -459,7 +463,7 @@ __global__ void __launch_bounds__(kStageThreads, 1) wy_stage_kernel(const WyStag
     sync_block();
   };
   // Per row, sum over the columns of c times the tile
-  const auto row_sums = [&](float (&sums)[2], const float (&c)[8][4], const T* tile) {
+  const auto row_sums = [&](float(&sums)[2], const float(&c)[8][4], const T* tile) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const T* row = tile + (m0 + fragment_row(2 * half)) * kP;
@@ -482,7 +486,7 @@ __global__ void __launch_bounds__(kStageThreads, 1) wy_stage_kernel(const WyStag
       const GateRows& gates = shared.gates;
       float* beta_sum = beta_sums + member * kRows;
       float* gate_sum = gate_sums + member * kRows;
-      const auto add_sums = [&](float* target, const float (&sums)[2], bool with_decay, bool with_beta) {
+      const auto add_sums = [&](float* target, const float(&sums)[2], bool with_decay, bool with_beta) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int row = m0 + fragment_row(2 * half);
@@ -493,7 +497,8 @@ __global__ void __launch_bounds__(kStageThreads, 1) wy_stage_kernel(const WyStag
         }
       };
       sync_block();
-      if (warp_id() == 0) load_gates<GateKind::kGamma>(shared.gates, args.gates, chunk.batch, chunk.token, chunk.length, head);
+      if (warp_id() == 0)
+        load_gates<GateKind::kGamma>(shared.gates, args.gates, chunk.batch, chunk.token, chunk.length, head);
       load_tile<T, kRows>(shared.A.data, args.A,
                           {chunk.batch, chunk.token, chunk.length, head, 0, args.sequences.chunk_size});
       // dA = dw (beta decay k)^T + du (beta v)^T, and with it k k^T

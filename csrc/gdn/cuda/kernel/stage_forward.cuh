@@ -10,7 +10,8 @@ namespace cula::gdn::cuda {
 
 inline constexpr int kStageThreads = kProductThreads;
 
-// w = A diag(beta decay) k, u = A diag(beta) v -------------------------------------------------------------------------
+// w = A diag(beta decay) k, u = A diag(beta) v
+// -------------------------------------------------------------------------
 
 struct RecomputeArgs {
   SequenceTable sequences;
@@ -47,12 +48,15 @@ __global__ void __launch_bounds__(kStageThreads, 1) recompute_kernel(const Recom
   if (!find_chunk(args.sequences, slot, chunk)) return;
   const bool keys = block < args.key_blocks;
   const int column = static_cast<int>(keys ? block : block - args.key_blocks) * kRows;
-  const Window input = {chunk.batch, chunk.token, chunk.length, keys ? head / args.group : head, column,
-                        (keys ? args.key_dim : args.value_dim) - column};
-  load_tile<T, kRows>(shared.A.data, args.A, {chunk.batch, chunk.token, chunk.length, head, 0, args.sequences.chunk_size});
+  const Window input = {chunk.batch,  chunk.token,
+                        chunk.length, keys ? head / args.group : head,
+                        column,       (keys ? args.key_dim : args.value_dim) - column};
+  load_tile<T, kRows>(shared.A.data, args.A,
+                      {chunk.batch, chunk.token, chunk.length, head, 0, args.sequences.chunk_size});
   load_tile<T, kRows>(shared.x.data, keys ? args.k : args.v, input);
   cp_async_commit();
-  if (warp_id() == 0) load_gates<GateKind::kGamma>(shared.gates, args.gates, chunk.batch, chunk.token, chunk.length, head);
+  if (warp_id() == 0)
+    load_gates<GateKind::kGamma>(shared.gates, args.gates, chunk.batch, chunk.token, chunk.length, head);
   cp_async_wait<0>();
   sync_block();
   for (int i = static_cast<int>(threadIdx.x); i < kRows * kRows; i += kStageThreads) {
@@ -121,8 +125,8 @@ __global__ void __launch_bounds__(kStageThreads, 1) state_stage_kernel(const Sta
   const Sequence sequence = find_sequence(args.sequences, sequence_index);
   const int half = warp_id() % kSplit;
   const int row_block = warp_id() / kSplit;
-  const StatePart part = {sequence_index, head, half * kKeys, block_value + 16 * row_block, args.key_dim,
-                          args.value_dim};
+  const StatePart part = {sequence_index, head,          half * kKeys, block_value + 16 * row_block,
+                          args.key_dim,   args.value_dim};
   const int64_t first_chunk = dense_chunk_index(args.sequences, sequence_index, 0);
 
   float s[kKeys / 8][4];
@@ -207,8 +211,9 @@ __device__ __forceinline__ void load_state_tile(T* tile, const TensorArg& h, int
   view.stride[2] = 1;  // `head` carries the offset
   view.stride[3] = v_first ? h.stride[3] : h.stride[4];
   const int rows = v_first ? values : keys;
-  load_tile<T, kRows>(tile, view, {0, v_first ? value : key, rows < kRows ? rows : kRows, offset, v_first ? key : value,
-                                   v_first ? keys : values});
+  load_tile<T, kRows>(
+      tile, view,
+      {0, v_first ? value : key, rows < kRows ? rows : kRows, offset, v_first ? key : value, v_first ? keys : values});
 }
 
 template <class T>
@@ -226,7 +231,8 @@ __global__ void __launch_bounds__(kStageThreads, 1) output_kernel(const OutputAr
                        dense_chunk_index(args.sequences, chunk.sequence, chunk.index) * args.h.stride[1] +
                        head * args.h.stride[2];
   const Window values = {chunk.batch, chunk.token, chunk.length, head, value, args.value_dim - value};
-  if (warp_id() == 0) load_gates<GateKind::kGamma>(shared.gates, args.gates, chunk.batch, chunk.token, chunk.length, head);
+  if (warp_id() == 0)
+    load_gates<GateKind::kGamma>(shared.gates, args.gates, chunk.batch, chunk.token, chunk.length, head);
   load_tile<T, kRows>(shared.v.data, args.v, values);
   const int m0 = warp_id() * 16;
   float qk[8][4];

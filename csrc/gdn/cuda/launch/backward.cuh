@@ -14,11 +14,12 @@ void launch_adjoint_scan_for(AdjointScanArgs args, device::Stream stream) {
   const ScanShape shape = choose_scan_shape(units, args.value_dim, device::device_limits(), bytes);
   args.depth = shape.depth;
   args.value_blocks = (args.value_dim + 16 * shape.row_blocks - 1) / (16 * shape.row_blocks);
-  device::launch<adjoint_scan_kernel<T, kKeyDim, kSplit>>(
-      "adjoint_scan",
-      {.blocks = units * args.value_blocks, .threads = 32 * shape.row_blocks * kSplit, .shared_bytes = bytes(shape),
-       .stream = stream},
-      args);
+  device::launch<adjoint_scan_kernel<T, kKeyDim, kSplit>>("adjoint_scan",
+                                                          {.blocks = units * args.value_blocks,
+                                                           .threads = 32 * shape.row_blocks * kSplit,
+                                                           .shared_bytes = bytes(shape),
+                                                           .stream = stream},
+                                                          args);
 }
 
 template <class T>
@@ -31,22 +32,26 @@ void launch_adjoint_scan(const AdjointScanArgs& args, device::Stream stream) {
 template <class T>
 void launch_gradient(const GradientArgs& args, device::Stream stream) {
   const int64_t places = args.sequences.num_slots() * args.heads;
-  device::launch<score_gradient_kernel<T>>("score_gradient",
-                                           {.blocks = places, .threads = kProductThreads,
-                                            .shared_bytes = sizeof(ScoreGradientShared<T>), .stream = stream},
-                                           args);
+  device::launch<score_gradient_kernel<T>>(
+      "score_gradient",
+      {.blocks = places, .threads = kProductThreads, .shared_bytes = sizeof(ScoreGradientShared<T>), .stream = stream},
+      args);
   device::launch<operand_gradient_kernel<T>>("operand_gradient",
-                                             {.blocks = places * args.key_blocks, .threads = kProductThreads,
-                                              .shared_bytes = sizeof(OperandGradientShared<T>), .stream = stream},
+                                             {.blocks = places * args.key_blocks,
+                                              .threads = kProductThreads,
+                                              .shared_bytes = sizeof(OperandGradientShared<T>),
+                                              .stream = stream},
                                              args);
 }
 
 template <class T>
 void launch_local_value_gradient(const LocalValueGradientArgs& args, device::Stream stream) {
   device::launch<local_value_gradient_kernel<T>>(
-      "chunk_bwd_dv_local", {.blocks = args.sequences.num_slots() * args.value_heads * args.value_blocks,
-                             .threads = kStageThreads, .shared_bytes = sizeof(LocalValueGradientShared<T>),
-                             .stream = stream},
+      "chunk_bwd_dv_local",
+      {.blocks = args.sequences.num_slots() * args.value_heads * args.value_blocks,
+       .threads = kStageThreads,
+       .shared_bytes = sizeof(LocalValueGradientShared<T>),
+       .stream = stream},
       args);
 }
 
@@ -57,8 +62,10 @@ void launch_state_gradient_for(StateGradientArgs args, device::Stream stream) {
   args.value_blocks = (args.value_dim + kColumns - 1) / kColumns;
   device::launch<state_gradient_kernel<T, kKeyDim>>(
       "chunk_gated_delta_rule_bwd_dhu",
-      {.blocks = args.sequences.num_sequences * args.value_heads * args.value_blocks, .threads = kStageThreads,
-       .shared_bytes = sizeof(StateGradientShared<T, kKeyDim>) + kPartial, .stream = stream},
+      {.blocks = args.sequences.num_sequences * args.value_heads * args.value_blocks,
+       .threads = kStageThreads,
+       .shared_bytes = sizeof(StateGradientShared<T, kKeyDim>) + kPartial,
+       .stream = stream},
       args);
 }
 
@@ -73,8 +80,10 @@ template <class T>
 void launch_operand_stage(const OperandStageArgs& args, device::Stream stream) {
   const size_t sums = args.group * kRows * sizeof(float);
   device::launch<operand_stage_kernel<T>>("chunk_bwd_dqkwg",
-                                          {.blocks = args.sequences.num_slots() * args.heads, .threads = kStageThreads,
-                                           .shared_bytes = sizeof(OperandStageShared<T>) + sums, .stream = stream},
+                                          {.blocks = args.sequences.num_slots() * args.heads,
+                                           .threads = kStageThreads,
+                                           .shared_bytes = sizeof(OperandStageShared<T>) + sums,
+                                           .stream = stream},
                                           args);
 }
 
@@ -82,8 +91,10 @@ template <class T>
 void launch_wy_stage(const WyStageArgs& args, device::Stream stream) {
   const size_t sums = 2 * args.group * kRows * sizeof(float);
   device::launch<wy_stage_kernel<T>>("prepare_wy_repr_bwd",
-                                     {.blocks = args.sequences.num_slots() * args.heads, .threads = kStageThreads,
-                                      .shared_bytes = sizeof(WyStageShared<T>) + sums, .stream = stream},
+                                     {.blocks = args.sequences.num_slots() * args.heads,
+                                      .threads = kStageThreads,
+                                      .shared_bytes = sizeof(WyStageShared<T>) + sums,
+                                      .stream = stream},
                                      args);
 }
 

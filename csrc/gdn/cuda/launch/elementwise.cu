@@ -49,7 +49,8 @@ void launch_gate(const GateArgs& gates, const TensorArg& out, const SequenceTabl
                  int64_t heads, device::Stream stream) {
   device::launch<gate_kernel>("gdn_gate_fwd",
                               {.blocks = blocks_for(batch * sequences.tokens * heads, kElementThreads),
-                               .threads = kElementThreads, .stream = stream},
+                               .threads = kElementThreads,
+                               .stream = stream},
                               GateTokenArgs{gates, out, batch, sequences.tokens, heads});
 }
 
@@ -57,16 +58,20 @@ void launch_cumsum(const GateArgs& gates, const TensorArg& out, const SequenceTa
                    double scale, bool reverse, device::Stream stream) {
   device::launch<cumsum_kernel>("chunk_local_cumsum",
                                 {.blocks = blocks_for(sequences.num_slots() * heads, kElementThreads / 32),
-                                 .threads = kElementThreads, .stream = stream},
+                                 .threads = kElementThreads,
+                                 .stream = stream},
                                 CumsumArgs{sequences, gates, out, heads, scale, reverse});
 }
 
 void launch_gate_backward(const GateArgs& gates, const GateGradients& t, int64_t batch, int64_t tokens, int64_t heads,
                           device::Stream stream) {
-  device::launch<gate_backward_kernel>("gdn_gate_bwd",
-                                       {.blocks = heads, .threads = kElementThreads,
-                                        .shared_bytes = 2 * sizeof(double) * (kElementThreads / 32), .stream = stream},
-                                       GateBackwardArgs{gates, t.dyg, t.dg, t.dA_log, t.ddt_bias, batch, tokens, heads});
+  device::launch<gate_backward_kernel>(
+      "gdn_gate_bwd",
+      {.blocks = heads,
+       .threads = kElementThreads,
+       .shared_bytes = 2 * sizeof(double) * (kElementThreads / 32),
+       .stream = stream},
+      GateBackwardArgs{gates, t.dyg, t.dg, t.dA_log, t.ddt_bias, batch, tokens, heads});
 }
 
 void launch_zero_padding(const SequenceTable& sequences, const TensorArg& x, int64_t heads, int64_t columns,
@@ -74,16 +79,17 @@ void launch_zero_padding(const SequenceTable& sequences, const TensorArg& x, int
   constexpr int64_t kBlocks = 264;  // the padding is seldom long; its length is known on the device alone
   if (sequences.offsets == nullptr || !x) return;
   const int64_t blocks = std::min(kBlocks, blocks_for(sequences.tokens * heads * columns, kElementThreads));
-  device::launch<zero_padding_kernel>("zero_padding",
-                                      {.blocks = blocks, .threads = kElementThreads, .stream = stream},
+  device::launch<zero_padding_kernel>("zero_padding", {.blocks = blocks, .threads = kElementThreads, .stream = stream},
                                       ZeroArgs{sequences, x, heads, columns});
 }
 
 void launch_solve(const SequenceTable& sequences, const TensorArg& L, const TensorArg& A, int64_t value_heads,
                   device::Stream stream) {
   device::launch<solve_kernel>("solve_tril",
-                               {.blocks = sequences.num_slots() * value_heads, .threads = kInverseThreads,
-                                .shared_bytes = sizeof(Tile<float, kRows>), .stream = stream},
+                               {.blocks = sequences.num_slots() * value_heads,
+                                .threads = kInverseThreads,
+                                .shared_bytes = sizeof(Tile<float, kRows>),
+                                .stream = stream},
                                SolveArgs{sequences, value_heads, L, A});
 }
 
@@ -92,7 +98,9 @@ void launch_gate_gradient(const GradientArgs& args, device::Stream stream) {
   device::launch<gate_gradient_kernel>(
       "gate_gradient",
       {.blocks = blocks_for(args.sequences.num_slots() * args.heads * args.group, kWarps),
-       .threads = kGateGradientThreads, .shared_bytes = sizeof(GateGradientShared<kWarps>), .stream = stream},
+       .threads = kGateGradientThreads,
+       .shared_bytes = sizeof(GateGradientShared<kWarps>),
+       .stream = stream},
       args);
 }
 
@@ -100,7 +108,8 @@ void launch_recurrent(RecurrentArgs args, device::Stream stream) {
   constexpr int kColumns = kRecurrentValues * kRecurrentThreads / 32;
   args.value_blocks = blocks_for(args.value_dim, kColumns);
   const device::LaunchShape shape = {.blocks = args.sequences.num_sequences * args.value_heads * args.value_blocks,
-                                     .threads = kRecurrentThreads, .stream = stream};
+                                     .threads = kRecurrentThreads,
+                                     .stream = stream};
   if (args.key_dim <= 64) return device::launch<recurrent_kernel<64>>("recurrent", shape, args);
   if (args.key_dim <= 128) return device::launch<recurrent_kernel<128>>("recurrent", shape, args);
   return device::launch<recurrent_kernel<256>>("recurrent", shape, args);

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "common/device/launch.cuh"
-#include "gdn/cuda/launch/arguments.h"
 #include "gdn/cuda/collective/gate.cuh"
+#include "gdn/cuda/launch/arguments.h"
 
 namespace cula::gdn::cuda {
 

@@ -13,11 +13,12 @@ void launch_scan(ForwardScanArgs args, device::Stream stream) {
   const ScanShape shape = choose_scan_shape(units, args.value_dim, device::device_limits(), bytes);
   args.depth = shape.depth;
   args.value_blocks = (args.value_dim + 16 * shape.row_blocks - 1) / (16 * shape.row_blocks);
-  device::launch<forward_scan_kernel<T, kKeyDim, kSplit, kOutput>>(
-      kOutput ? "forward_scan" : "state_scan",
-      {.blocks = units * args.value_blocks, .threads = 32 * shape.row_blocks * kSplit, .shared_bytes = bytes(shape),
-       .stream = stream},
-      args);
+  device::launch<forward_scan_kernel<T, kKeyDim, kSplit, kOutput>>(kOutput ? "forward_scan" : "state_scan",
+                                                                   {.blocks = units * args.value_blocks,
+                                                                    .threads = 32 * shape.row_blocks * kSplit,
+                                                                    .shared_bytes = bytes(shape),
+                                                                    .stream = stream},
+                                                                   args);
 }
 
 template <class T, bool kOutput>

@@ -7,17 +7,21 @@ namespace cula::gdn::cuda {
 template <class T, GateKind kKind>
 void launch_prepare(const PrepareArgs& args, device::Stream stream) {
   device::launch<prepare_kernel<T, kKind>>("prepare",
-                                    {.blocks = args.sequences.num_slots() * args.heads, .threads = kInverseThreads,
-                                     .shared_bytes = sizeof(PrepareShared<T>), .stream = stream},
-                                    args);
+                                           {.blocks = args.sequences.num_slots() * args.heads,
+                                            .threads = kInverseThreads,
+                                            .shared_bytes = sizeof(PrepareShared<T>),
+                                            .stream = stream},
+                                           args);
 }
 
 template <class T>
 void launch_recompute(const RecomputeArgs& args, device::Stream stream) {
-  device::launch<recompute_kernel<T>>(
-      "recompute_w_u", {.blocks = args.sequences.num_slots() * args.value_heads * args.blocks, .threads = kStageThreads,
-                        .shared_bytes = sizeof(RecomputeShared<T>), .stream = stream},
-      args);
+  device::launch<recompute_kernel<T>>("recompute_w_u",
+                                      {.blocks = args.sequences.num_slots() * args.value_heads * args.blocks,
+                                       .threads = kStageThreads,
+                                       .shared_bytes = sizeof(RecomputeShared<T>),
+                                       .stream = stream},
+                                      args);
 }
 
 template <class T, int kKeyDim>
@@ -27,8 +31,10 @@ void launch_state_stage_for(StateStageArgs args, device::Stream stream) {
   args.value_blocks = (args.value_dim + kColumns - 1) / kColumns;
   device::launch<state_stage_kernel<T, kKeyDim>>(
       "chunk_gated_delta_rule_fwd_h",
-      {.blocks = args.sequences.num_sequences * args.value_heads * args.value_blocks, .threads = kStageThreads,
-       .shared_bytes = sizeof(StateStageShared<T, kKeyDim>) + kPartial, .stream = stream},
+      {.blocks = args.sequences.num_sequences * args.value_heads * args.value_blocks,
+       .threads = kStageThreads,
+       .shared_bytes = sizeof(StateStageShared<T, kKeyDim>) + kPartial,
+       .stream = stream},
       args);
 }
 
@@ -41,10 +47,12 @@ void launch_state_stage(const StateStageArgs& args, device::Stream stream) {
 
 template <class T>
 void launch_output(const OutputArgs& args, device::Stream stream) {
-  device::launch<output_kernel<T>>(
-      "chunk_fwd_o", {.blocks = args.sequences.num_slots() * args.value_heads * args.value_blocks,
-                      .threads = kStageThreads, .shared_bytes = sizeof(OutputShared<T>), .stream = stream},
-      args);
+  device::launch<output_kernel<T>>("chunk_fwd_o",
+                                   {.blocks = args.sequences.num_slots() * args.value_heads * args.value_blocks,
+                                    .threads = kStageThreads,
+                                    .shared_bytes = sizeof(OutputShared<T>),
+                                    .stream = stream},
+                                   args);
 }
 
 }  // namespace cula::gdn::cuda

@@ -40,8 +40,7 @@ inline uint32_t movmatrix_trans(uint32_t x) {
     for (int lane = 0; lane < 32; ++lane) std::memcpy(&m[lane / 4][2 * (lane % 4)], lanes[lane], 4);
     for (int lane = 0; lane < 32; ++lane) {
       const int t = lane % 4;
-      *static_cast<uint32_t*>(lanes[lane]) =
-          m[2 * t][lane / 4] | static_cast<uint32_t>(m[2 * t + 1][lane / 4]) << 16;
+      *static_cast<uint32_t*>(lanes[lane]) = m[2 * t][lane / 4] | static_cast<uint32_t>(m[2 * t + 1][lane / 4]) << 16;
     }
   });
   return x;
