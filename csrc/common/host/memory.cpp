@@ -9,9 +9,10 @@ namespace cula {
 void prefer_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] size_t bytes) {
 #if defined(MADV_HUGEPAGE)
   constexpr uintptr_t kPage = uintptr_t{2} << 20;
-  const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + kPage - 1) / kPage * kPage;
-  const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes) / kPage * kPage;
-  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+  const auto address = reinterpret_cast<uintptr_t>(data);
+  const size_t to_boundary = (kPage - address % kPage) % kPage;
+  if (bytes < to_boundary + kPage) return;
+  madvise(static_cast<char*>(data) + to_boundary, (bytes - to_boundary) / kPage * kPage, MADV_HUGEPAGE);
 #endif
 }
 
