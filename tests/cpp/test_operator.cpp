@@ -4,6 +4,7 @@
 #include <numbers>
 #include <thread>
 
+#include "gdn/cpu/batches.h"
 #include "operator_case.h"
 #include "stage_formulas.h"
 
@@ -399,6 +400,37 @@ TEST_P(Bitwise, HeadsAndBatchRowsDoNotSeeEachOther) {
   EXPECT_TRUE(same_bits(alone.dg, part(all.dg, 2, 2, 2)));
   EXPECT_TRUE(same_bits(alone.dbeta, part(all.dbeta, 2, 2, 2)));
   EXPECT_TRUE(same_bits(alone.dh0, part(all.dh0, 1, 2, 2)));
+}
+
+// Long enough that forward and backward take several batches of heads and sequences.
+TEST(BitwiseLarge, BatchesOfHeadsAndSequences) {
+  OperatorCase c = make_case(DType::kFloat32, 1, 2500, 4, 8, 128, 128);
+  c.problem.sequence_offsets = {{0, 1000, 1000, 2450}};
+  c.problem.use_gate = true;
+  c.problem.num_threads = 2;
+  ASSERT_GT(gdn::cpu::make_batches(gdn::Plan::make(c.problem), 2 * 2 * (128 + 64) * 128 * 4).size(), 2);
+  const Operands x = make_operands(c);
+  const Results all = run(c, x);
+  for (const int64_t head : {0, 3}) {
+    SCOPED_TRACE(head);
+    OperatorCase one = c;
+    one.problem.heads = 1;
+    one.problem.value_heads = 2;
+    Operands y = x;
+    for (Tensor* t : {&y.q, &y.k}) *t = t->slice(2, head, head + 1);
+    for (Tensor* t : {&y.v, &y.g, &y.beta, &y.grad_output}) *t = t->slice(2, 2 * head, 2 * head + 2);
+    for (Tensor* t : {&y.initial_state, &y.grad_final_state}) *t = t->slice(1, 2 * head, 2 * head + 2);
+    for (Tensor* t : {&y.A_log, &y.dt_bias}) *t = t->slice(0, 2 * head, 2 * head + 2);
+    const Results alone = run(one, y);
+    for (const auto& [actual, expected] : {std::pair(alone.o, all.o), {alone.dv, all.dv}, {alone.dg, all.dg}}) {
+      EXPECT_TRUE(same_bits(actual, expected.slice(2, 2 * head, 2 * head + 2)));
+    }
+    EXPECT_TRUE(same_bits(alone.dq, all.dq.slice(2, head, head + 1)));
+    EXPECT_TRUE(same_bits(alone.dk, all.dk.slice(2, head, head + 1)));
+    EXPECT_TRUE(same_bits(alone.dh0, all.dh0.slice(1, 2 * head, 2 * head + 2)));
+    EXPECT_TRUE(same_bits(alone.dA_log, all.dA_log.slice(0, 2 * head, 2 * head + 2)));
+    EXPECT_TRUE(same_bits(run(c, x, Mode::kForward).o, all.o));
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(All, Bitwise, testing::ValuesIn(kAllTypes),

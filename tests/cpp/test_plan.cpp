@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "gdn/cpu/batches.h"
 #include "operator_case.h"
 
 namespace cula::test {
@@ -156,6 +157,50 @@ TEST(Plan, ValueBlockCoversSomeColumns) {
       EXPECT_LT(block, V + 64);
     }
   }
+}
+
+TEST(Batches, TakeEachChunkOfEachKeyHeadOnceInOrder) {
+  for (const int threads : {1, 2, 64}) {
+    for (const int64_t slot_bytes : {int64_t{1}, gdn::cpu::kBatchBytes / 7, gdn::cpu::kBatchBytes * 2}) {
+      gdn::Problem problem = problem_of(1, 2000);
+      problem.heads = 3;
+      problem.value_heads = 6;
+      problem.num_threads = threads;
+      problem.sequence_offsets = {{0, 0, 700, 764, 764, 1990}};
+      const gdn::Plan plan = gdn::Plan::make(problem);
+      const std::vector<gdn::cpu::Batch> batches = gdn::cpu::make_batches(plan, slot_bytes);
+      int64_t pair = 0, slot = 0;
+      for (const gdn::cpu::Batch& batch : batches) {
+        EXPECT_EQ(batch.first_pair, pair);
+        EXPECT_EQ(batch.first_slot, slot);
+        EXPECT_GT(batch.end_pair, batch.first_pair);
+        for (; pair < batch.end_pair; ++pair) {
+          const gdn::SequenceRange& range = plan.sequences()[pair / 3];
+          for (int64_t i = 0; i < range.num_chunks; ++i, ++slot) {
+            const gdn::cpu::ChunkHead found = gdn::cpu::chunk_head_of_slot(plan, slot);
+            EXPECT_EQ(found.chunk, range.first_chunk + i);
+            EXPECT_EQ(found.head, pair % 3);
+            EXPECT_EQ(gdn::cpu::slot_of(plan, found), slot);
+          }
+        }
+        EXPECT_EQ(batch.end_slot, slot);
+        const int64_t units = (batch.end_pair - batch.first_pair) * 2 * plan.value_blocks();
+        EXPECT_TRUE(batch.num_slots() * slot_bytes <= gdn::cpu::kBatchBytes || units < 2 * threads + 2);
+      }
+      EXPECT_EQ(pair, 5 * 3);
+      EXPECT_EQ(slot, static_cast<int64_t>(plan.chunks().size()) * 3);
+    }
+  }
+}
+
+TEST(Batches, WorkspaceOfLongSequencesDoesNotGrowWithTheHeads) {
+  gdn::Problem problem = problem_of(1, 32768);
+  problem.key_dim = problem.value_dim = 128;
+  problem.num_threads = 2;
+  problem.heads = problem.value_heads = 2;
+  const size_t few = gdn::Plan::make(problem).backward_workspace_bytes();
+  problem.heads = problem.value_heads = 64;
+  EXPECT_LE(gdn::Plan::make(problem).backward_workspace_bytes(), few);
 }
 
 TEST(Plan, DescriptionTellsWhatWasDecided) {

@@ -6,7 +6,8 @@
 //              D <- total D + scale Q^T diag(gamma) dO - K^T diag(beta gamma) dW
 //   gradients  for each (chunk, key head), chunk-parallel: everything else. The group's value heads are one loop, so dq
 //              and dk are summed in registers and no sum depends on the order of threads.
-// The first two do not need each other and share one parallel loop.
+// The first two do not need each other and share one parallel loop. What they hand to the third grows with the tokens,
+// so the three run over one batch of (sequence, key head) pairs after another, in the same memory.
 //
 // With dW the gradient of R (beta times that is the gradient of V), the gradient of the inverse needs no product with
 // A: A^T dA A^T = A^T (X R^T) A^T = (A^T X) (A R)^T = dW V'^T, so dL = -tril(dW V'^T).
@@ -69,8 +70,10 @@ struct GradientScratch : PrepareScratch<Policy> {
 template <class Policy>
 struct BackwardWorkspace {
   using T = typename Policy::Scalar;
-  TensorView h, dh;      // [chunks, HV, K, V]
-  TensorView v_new, dv;  // [B, T, HV, V]: V' and X
+  std::vector<Batch> batches;
+  int64_t group;
+  TensorView h, dh;      // [slots, HV / H, K, V]
+  TensorView v_new, dv;  // [slots, HV / H, C, V]: V' and X
   GateSums* gate_sums;   // [chunks, HV]
   void* thread_scratch;
   size_t thread_bytes;
@@ -79,10 +82,15 @@ struct BackwardWorkspace {
     const Problem& p = plan.problem();
     const DType stat = stat_dtype(p);
     const auto num_chunks = static_cast<int64_t>(plan.chunks().size());
-    h = take_tensor(arena, stat, {1, num_chunks, p.value_heads, p.key_dim, p.value_dim});
-    dh = take_tensor(arena, stat, {1, num_chunks, p.value_heads, p.key_dim, p.value_dim});
-    v_new = take_tensor(arena, stat, {p.batch, p.tokens, p.value_heads, p.value_dim});
-    dv = take_tensor(arena, stat, {p.batch, p.tokens, p.value_heads, p.value_dim});
+    group = p.value_heads / p.heads;
+    batches = make_batches(
+        plan, group * 2 * (p.key_dim + p.chunk_size) * p.value_dim * static_cast<int64_t>(dtype_size(stat)));
+    int64_t slots = 0;
+    for (const Batch& batch : batches) slots = std::max(slots, batch.end_slot - batch.first_slot);
+    h = take_tensor(arena, stat, {slots, group, p.key_dim, p.value_dim});
+    dh = take_tensor(arena, stat, {slots, group, p.key_dim, p.value_dim});
+    v_new = take_tensor(arena, stat, {slots, group, p.chunk_size, p.value_dim});
+    dv = take_tensor(arena, stat, {slots, group, p.chunk_size, p.value_dim});
     gate_sums = arena.take<GateSums>(p.use_gate ? num_chunks * p.value_heads : 0);
     Arena adjoint, gradient;
     AdjointScratch<Policy>(adjoint, p, plan.value_block());
@@ -92,35 +100,32 @@ struct BackwardWorkspace {
   }
 
   void* scratch_of(int worker) const { return static_cast<char*>(thread_scratch) + thread_bytes * worker; }
-
-  // The [K, V] matrix of a chunk and head in h or dh, always K-first.
-  static MatrixView state(const TensorView& states, int64_t chunk, int64_t head) {
-    return {element(states, chunk * states.stride[1] + head * states.stride[2]), states.dtype, states.stride[3], 1};
-  }
 };
 
 template <class Policy>
-void recompute(const Plan& plan, const BackwardInputs& in, const BackwardWorkspace<Policy>& ws,
+void recompute(const Plan& plan, const BackwardInputs& in, const BackwardWorkspace<Policy>& ws, const Batch& batch,
                const SequenceBlock& block, int worker) {
   const Problem& p = plan.problem();
   Arena scratch(ws.scratch_of(worker));
   SequenceScratch<Policy> s(scratch, p, plan.value_block());
   SequenceInputs without_q = in;
   without_q.q = TensorView();
+  const auto columns_of = [&](const TensorView& tensor, int64_t chunk) {
+    return slot_matrix(tensor, plan, batch, chunk, block.head).columns_from(block.first_column);
+  };
   load_initial_state(in, p, block, s.S);
   for_each_chunk(plan, block.sequence, [&](const ChunkRange& chunk, int64_t index) {
-    store_tile(s.S, p.key_dim, block.columns, ws.state(ws.h, index, block.head).columns_from(block.first_column));
-    load_sequence_chunk(without_q, p, chunk, block, s);
+    store_tile(s.S, p.key_dim, block.columns, columns_of(ws.h, index));
+    load_sequence_chunk(without_q, rows_of(in.A, p, chunk.begin, block.head), p, chunk, block, s);
     make_residual<Policy>(s.worker, s.gate, s.beta, s.K, s.A, s.S, chunk.length, p.key_dim, block.columns, s.V,
                           s.V_new);
-    store_tile(s.V_new, chunk.length, block.columns,
-               rows_of(ws.v_new, p, chunk.begin, block.head).columns_from(block.first_column));
+    store_tile(s.V_new, chunk.length, block.columns, columns_of(ws.v_new, index));
     advance_state<Policy>(s.worker, s.gate, s.K, s.V_new, chunk.length, p.key_dim, block.columns, s.S);
   });
 }
 
 template <class Policy>
-void adjoint(const Plan& plan, const BackwardInputs& in, const BackwardWorkspace<Policy>& ws,
+void adjoint(const Plan& plan, const BackwardInputs& in, const BackwardWorkspace<Policy>& ws, const Batch& batch,
              const SequenceBlock& block, const TensorView& dh0, int worker) {
   using T = typename Policy::Scalar;
   const Problem& p = plan.problem();
@@ -130,6 +135,9 @@ void adjoint(const Plan& plan, const BackwardInputs& in, const BackwardWorkspace
   SequenceInputs with_grad_output = in;  // dO takes the place of V
   with_grad_output.v = in.grad_output;
   const Tile<T> D = s.S, dO = s.V, X = s.V_new;
+  const auto columns_of = [&](const TensorView& tensor, int64_t chunk) {
+    return slot_matrix(tensor, plan, batch, chunk, block.head).columns_from(block.first_column);
+  };
 
   if (in.grad_final_state) {
     load_tile(state_of(in.grad_final_state, p, block.sequence, block.head).columns_from(block.first_column), p.key_dim,
@@ -141,13 +149,13 @@ void adjoint(const Plan& plan, const BackwardInputs& in, const BackwardWorkspace
       plan, block.sequence,
       [&](const ChunkRange& chunk, int64_t index) {
         const int64_t n = chunk.length;
-        store_tile(D, p.key_dim, block.columns, ws.state(ws.dh, index, block.head).columns_from(block.first_column));
-        load_sequence_chunk(with_grad_output, p, chunk, block, s);
+        store_tile(D, p.key_dim, block.columns, columns_of(ws.dh, index));
+        load_sequence_chunk(with_grad_output, rows_of(in.A, p, chunk.begin, block.head), p, chunk, block, s);
         make_state_value_gradient<Policy>(s.worker, s.gate, s.K, D, n, p.key_dim, block.columns, X);
         make_P<Policy>(s.worker, s.gate, s.Q, s.K_transposed, n, p.key_dim, scale, s.P);
         multiply<Policy>(s.worker, {n, block.columns, n}, transposed(s.P), dO, X,
                          {.accumulate = true, .triangle = Triangle::kUpperA});
-        store_tile(X, n, block.columns, rows_of(ws.dv, p, chunk.begin, block.head).columns_from(block.first_column));
+        store_tile(X, n, block.columns, columns_of(ws.dv, index));
         multiply<Policy>(s.worker, {n, block.columns, n}, transposed(s.A), X, s.dW, {.triangle = Triangle::kUpperA});
         retreat_state<Policy>(s.worker, s.gate, scale, s.Q, dO, n, p.key_dim, block.columns, D);
         for (int64_t i = 0; i < n; ++i) {
@@ -166,7 +174,7 @@ void adjoint(const Plan& plan, const BackwardInputs& in, const BackwardWorkspace
 // One value head of one chunk: everything that sums over V, then what follows from it.
 template <class Policy, class T = typename Policy::Scalar>
 void value_head_gradients(const Plan& plan, const BackwardInputs& in, const Gradients& out,
-                          const BackwardWorkspace<Policy>& ws, int64_t chunk_index, int64_t head,
+                          const BackwardWorkspace<Policy>& ws, const Batch& batch, int64_t chunk_index, int64_t head,
                           GradientScratch<Policy>& s) {
   const Problem& p = plan.problem();
   const ChunkRange& chunk = plan.chunks()[chunk_index];
@@ -182,15 +190,15 @@ void value_head_gradients(const Plan& plan, const BackwardInputs& in, const Grad
   for (int64_t first = 0; first < p.value_dim; first += chunk_value_block(p)) {
     const int64_t columns = std::min(chunk_value_block(p), p.value_dim - first);
     const bool add = first != 0;
-    const auto load_rows = [&](const TensorView& from, Tile<T> to) {
-      load_tile(rows_of(from, p, chunk.begin, head).columns_from(first), n, columns, to);
+    const auto load = [&](const MatrixView& from, int64_t rows, Tile<T> to) {
+      load_tile(from.columns_from(first), rows, columns, to);
     };
-    load_rows(in.grad_output, s.dO);
-    load_rows(in.v, s.V);
-    load_rows(ws.v_new, s.V_new);
-    load_rows(ws.dv, s.X);
-    load_tile(ws.state(ws.h, chunk_index, head).columns_from(first), key_dim, columns, s.S);
-    load_tile(ws.state(ws.dh, chunk_index, head).columns_from(first), key_dim, columns, s.D);
+    load(rows_of(in.grad_output, p, chunk.begin, head), n, s.dO);
+    load(rows_of(in.v, p, chunk.begin, head), n, s.V);
+    load(slot_matrix(ws.v_new, plan, batch, chunk_index, head), n, s.V_new);
+    load(slot_matrix(ws.dv, plan, batch, chunk_index, head), n, s.X);
+    load(slot_matrix(ws.h, plan, batch, chunk_index, head), key_dim, s.S);
+    load(slot_matrix(ws.dh, plan, batch, chunk_index, head), key_dim, s.D);
     transpose(s.V_new, n, columns, s.V_new_transposed);
     transpose(s.S, key_dim, columns, s.S_transposed);
     transpose(s.D, key_dim, columns, s.D_transposed);
@@ -296,10 +304,10 @@ void backward_through_norm(const TensorView& rstd, const Problem& p, const Chunk
 
 template <class Policy>
 void chunk_gradients(const Plan& plan, const BackwardInputs& in, const Gradients& out,
-                     const BackwardWorkspace<Policy>& ws, int64_t chunk_index, int64_t head, int worker) {
+                     const BackwardWorkspace<Policy>& ws, const Batch& batch, const ChunkHead& slot, int worker) {
   const Problem& p = plan.problem();
-  const ChunkRange& chunk = plan.chunks()[chunk_index];
-  const int64_t n = chunk.length, group = p.value_heads / p.heads;
+  const ChunkRange& chunk = plan.chunks()[slot.chunk];
+  const int64_t n = chunk.length, head = slot.head, group = p.value_heads / p.heads;
   Arena scratch(ws.scratch_of(worker));
   GradientScratch<Policy> s(scratch, p, chunk_value_block(p));
 
@@ -311,7 +319,7 @@ void chunk_gradients(const Plan& plan, const BackwardInputs& in, const Gradients
   fill_zero(s.attention_sum, n, n);
   fill_zero(s.key_sum, n, n);
   for (int64_t value_head = head * group; value_head < (head + 1) * group; ++value_head) {
-    value_head_gradients(plan, in, out, ws, chunk_index, value_head, s);
+    value_head_gradients(plan, in, out, ws, batch, slot.chunk, value_head, s);
   }
 
   // dQ += G K; dK += G^T Q + (F + F^T) K, with G, F the sums over the group of dP * E and beta dL * E.
@@ -362,23 +370,26 @@ void run_backward(const Plan& plan, const BackwardTensors& t, Workspace workspac
     zero_padding_rows(*gradient, plan);
   }
 
-  const int64_t units = plan.sequential_units();
-  parallel_for(2 * units, plan.num_threads(), [&](int64_t unit, int worker) {
-    const SequenceBlock block(plan, unit % units);
-    if (unit < units) {
-      adjoint(plan, in, ws, block, out.dh0, worker);
-    } else {
-      recompute(plan, in, ws, block, worker);
-    }
-  });
-
-  const auto num_chunks = static_cast<int64_t>(plan.chunks().size());
-  parallel_for(num_chunks * p.heads, plan.num_threads(), [&](int64_t unit, int worker) {
-    chunk_gradients(plan, in, out, ws, unit / p.heads, unit % p.heads, worker);
-  });
+  const int64_t units_of_pair = ws.group * plan.value_blocks();
+  for (const Batch& batch : ws.batches) {
+    const int64_t first_unit = batch.first_pair * units_of_pair;
+    const int64_t units = batch.end_pair * units_of_pair - first_unit;
+    parallel_for(2 * units, plan.num_threads(), [&](int64_t unit, int worker) {
+      const SequenceBlock block(plan, first_unit + unit % units);
+      if (unit < units) {
+        adjoint(plan, in, ws, batch, block, out.dh0, worker);
+      } else {
+        recompute(plan, in, ws, batch, block, worker);
+      }
+    });
+    parallel_for(batch.num_slots(), plan.num_threads(), [&](int64_t slot, int worker) {
+      chunk_gradients(plan, in, out, ws, batch, chunk_head_of_slot(plan, batch.first_slot + slot), worker);
+    });
+  }
 
   if (!p.use_gate) return;
   parallel_for(p.value_heads, plan.num_threads(), [&](int64_t head, int) {
+    const auto num_chunks = static_cast<int64_t>(plan.chunks().size());
     GateSums total;
     for (int64_t chunk = 0; chunk < num_chunks; ++chunk) total += ws.gate_sums[chunk * p.value_heads + head];
     if (out.dA_log) store_scalar(out.dA_log, head, total.dA_log);

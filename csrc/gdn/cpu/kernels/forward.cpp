@@ -1,4 +1,5 @@
-// Forward: two passes.
+// Forward: two passes, over one batch of (sequence, key head) pairs after another so that A is still in the caches when
+// it is used.
 //   prepare   for each (chunk, key head), chunk-parallel: A for the value heads of the group
 //   advance   for each (sequence, value head, block of state columns), over the chunks in order:
 //               R = beta (V - gamma K S); V' = A R; O = scale gamma Q S + P V'; S <- total S + K^T diag(to_end) V'
@@ -15,7 +16,9 @@ namespace {
 template <class Policy>
 struct ForwardWorkspace {
   using T = typename Policy::Scalar;
-  TensorView q_normalized, q_rstd, k_normalized, k_rstd, A;
+  std::vector<Batch> batches;
+  TensorView q_normalized, q_rstd, k_normalized, k_rstd;
+  TensorView A;  // [slots, HV / H, C, C], unless it is saved
   void* thread_scratch;
   size_t thread_bytes;
 
@@ -23,6 +26,8 @@ struct ForwardWorkspace {
     const Problem& p = plan.problem();
     const DType x = from_dlpack(p.dtype, "dtype");
     const DType stat = stat_dtype(p);
+    const int64_t group = p.value_heads / p.heads;
+    batches = make_batches(plan, group * p.chunk_size * p.chunk_size * static_cast<int64_t>(dtype_size(x)));
     if (!saves_for_backward) {
       if (p.use_qk_l2norm) {
         q_normalized = take_tensor(arena, x, {p.batch, p.tokens, p.heads, p.key_dim});
@@ -30,7 +35,7 @@ struct ForwardWorkspace {
         k_normalized = take_tensor(arena, x, {p.batch, p.tokens, p.heads, p.key_dim});
         k_rstd = take_tensor(arena, stat, {p.batch, p.tokens, p.heads});
       }
-      A = take_tensor(arena, x, {p.batch, p.tokens, p.value_heads, p.chunk_size});
+      A = take_tensor(arena, x, {most_slots(batches), group, p.chunk_size, p.chunk_size});
     }
     Arena prepare, advance;
     PrepareScratch<Policy>(prepare, p);
@@ -57,7 +62,7 @@ void run_forward(const Plan& plan, const ForwardTensors& t, Workspace workspace)
                        .A_log = TensorView::from(t.A_log, "A_log"),
                        .dt_bias = TensorView::from(t.dt_bias, "dt_bias"),
                        .initial_state = TensorView::from(t.initial_state, "initial_state"),
-                       .A = t.saved != nullptr ? TensorView::from(t.saved->A, "A") : ws.A};
+                       .A = TensorView::from(t.saved != nullptr ? t.saved->A : nullptr, "A")};
   const TensorView o = TensorView::from(t.o, "o");
   const TensorView final_state = TensorView::from(t.final_state, "final_state");
   zero_padding_rows(o, plan);
@@ -75,43 +80,50 @@ void run_forward(const Plan& plan, const ForwardTensors& t, Workspace workspace)
     in.k = ws.k_normalized;
   }
 
-  const auto num_chunks = static_cast<int64_t>(plan.chunks().size());
-  parallel_for(num_chunks * p.heads, plan.num_threads(), [&](int64_t unit, int worker) {
-    Arena scratch(ws.scratch_of(worker));
-    PrepareScratch<Policy> s(scratch, p);
-    const ChunkRange& chunk = plan.chunks()[unit / p.heads];
-    const int64_t head = unit % p.heads, group = p.value_heads / p.heads;
-    load_keys<Policy>(in.k, p, chunk, head, s);
-    for (int64_t value_head = head * group; value_head < (head + 1) * group; ++value_head) {
-      load_gate(in, p, chunk, value_head, s.gate);
-      load_beta(rows_of(in.beta, p, chunk.begin, value_head), p, chunk.length, s.beta);
-      make_L(s.gate, s.beta, s.KK, chunk.length, s.L);
-      invert_unit_lower(s.L, chunk.length, s.A);
-      store_chunk_square(s.A, in.A, p, chunk, value_head);
-    }
-  });
-
-  parallel_for(plan.sequential_units(), plan.num_threads(), [&](int64_t unit, int worker) {
-    Arena scratch(ws.scratch_of(worker));
-    SequenceScratch<Policy> s(scratch, p, plan.value_block());
-    const SequenceBlock block(plan, unit);
-    load_initial_state(in, p, block, s.S);
-    for_each_chunk(plan, block.sequence, [&](const ChunkRange& chunk, int64_t) {
-      load_sequence_chunk(in, p, chunk, block, s);
-      make_residual<Policy>(s.worker, s.gate, s.beta, s.K, s.A, s.S, chunk.length, p.key_dim, block.columns, s.V,
-                            s.V_new);
-      make_P<Policy>(s.worker, s.gate, s.Q, s.K_transposed, chunk.length, p.key_dim, T(plan.scale()), s.P);
-      make_output<Policy>(s.worker, s.gate, T(plan.scale()), s.Q, s.S, s.P, s.V_new, chunk.length, p.key_dim,
-                          block.columns, s.V);
-      store_tile(s.V, chunk.length, block.columns,
-                 rows_of(o, p, chunk.begin, block.head).columns_from(block.first_column));
-      advance_state<Policy>(s.worker, s.gate, s.K, s.V_new, chunk.length, p.key_dim, block.columns, s.S);
+  const int64_t group = p.value_heads / p.heads;
+  for (const Batch& batch : ws.batches) {
+    const auto A_of = [&](int64_t chunk, int64_t head) {
+      return in.A ? rows_of(in.A, p, plan.chunks()[chunk].begin, head) : slot_matrix(ws.A, plan, batch, chunk, head);
+    };
+    parallel_for(batch.num_slots(), plan.num_threads(), [&](int64_t slot, int worker) {
+      Arena scratch(ws.scratch_of(worker));
+      PrepareScratch<Policy> s(scratch, p);
+      const auto [index, head] = chunk_head_of_slot(plan, batch.first_slot + slot);
+      const ChunkRange& chunk = plan.chunks()[index];
+      load_keys<Policy>(in.k, p, chunk, head, s);
+      for (int64_t value_head = head * group; value_head < (head + 1) * group; ++value_head) {
+        load_gate(in, p, chunk, value_head, s.gate);
+        load_beta(rows_of(in.beta, p, chunk.begin, value_head), p, chunk.length, s.beta);
+        make_L(s.gate, s.beta, s.KK, chunk.length, s.L);
+        invert_unit_lower(s.L, chunk.length, s.A);
+        store_chunk_square(s.A, p, chunk, A_of(index, value_head));
+      }
     });
-    if (final_state) {
-      store_tile(s.S, p.key_dim, block.columns,
-                 state_of(final_state, p, block.sequence, block.head).columns_from(block.first_column));
-    }
-  });
+
+    const int64_t first_unit = batch.first_pair * group * plan.value_blocks();
+    const int64_t end_unit = batch.end_pair * group * plan.value_blocks();
+    parallel_for(end_unit - first_unit, plan.num_threads(), [&](int64_t unit, int worker) {
+      Arena scratch(ws.scratch_of(worker));
+      SequenceScratch<Policy> s(scratch, p, plan.value_block());
+      const SequenceBlock block(plan, first_unit + unit);
+      load_initial_state(in, p, block, s.S);
+      for_each_chunk(plan, block.sequence, [&](const ChunkRange& chunk, int64_t index) {
+        load_sequence_chunk(in, A_of(index, block.head), p, chunk, block, s);
+        make_residual<Policy>(s.worker, s.gate, s.beta, s.K, s.A, s.S, chunk.length, p.key_dim, block.columns, s.V,
+                              s.V_new);
+        make_P<Policy>(s.worker, s.gate, s.Q, s.K_transposed, chunk.length, p.key_dim, T(plan.scale()), s.P);
+        make_output<Policy>(s.worker, s.gate, T(plan.scale()), s.Q, s.S, s.P, s.V_new, chunk.length, p.key_dim,
+                            block.columns, s.V);
+        store_tile(s.V, chunk.length, block.columns,
+                   rows_of(o, p, chunk.begin, block.head).columns_from(block.first_column));
+        advance_state<Policy>(s.worker, s.gate, s.K, s.V_new, chunk.length, p.key_dim, block.columns, s.S);
+      });
+      if (final_state) {
+        store_tile(s.S, p.key_dim, block.columns,
+                   state_of(final_state, p, block.sequence, block.head).columns_from(block.first_column));
+      }
+    });
+  }
 }
 
 }  // namespace

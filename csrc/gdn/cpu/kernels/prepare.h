@@ -41,13 +41,12 @@ void load_keys(const TensorView& k, const Problem& problem, const ChunkRange& ch
 
 // What the rows of A hold past the chunk: columns up to C are zero.
 template <class T>
-void store_chunk_square(Tile<T> from, const TensorView& to, const Problem& problem, const ChunkRange& chunk,
-                        int64_t head) {
+void store_chunk_square(Tile<T> from, const Problem& problem, const ChunkRange& chunk, const MatrixView& to) {
   // Columns past padded(length) are not part of the square; they are cleared so that whole rows can be stored.
   for (int64_t i = 0; i < chunk.length; ++i) {
     for (int64_t j = chunk.length; j < problem.chunk_size; ++j) from.row(i)[j] = T(0);
   }
-  store_tile(from, chunk.length, problem.chunk_size, rows_of(to, problem, chunk.begin, head));
+  store_tile(from, chunk.length, problem.chunk_size, to);
 }
 
 }  // namespace cula::gdn::cpu::CULA_ISA

@@ -1,6 +1,7 @@
 // What the sequential passes share: a unit of work, its inputs and its scratch.
 #pragma once
 
+#include "gdn/cpu/batches.h"
 #include "gdn/cpu/kernels/elementwise.h"
 #include "gdn/cpu/kernels/prepare.h"
 
@@ -79,9 +80,16 @@ void load_initial_state(const SequenceInputs& in, const Problem& problem, const 
             problem.key_dim, block.columns, S);
 }
 
-// Gate, beta, K, K^T, V and A of a chunk; Q too unless `q` is absent.
+// The matrix of a chunk and value head in a [slots, HV / H, rows, columns] tensor that holds the slots of a batch.
+inline MatrixView slot_matrix(const TensorView& x, const Plan& plan, const Batch& batch, int64_t chunk, int64_t head) {
+  const int64_t group = x.shape[1];
+  const int64_t slot = slot_of(plan, {.chunk = chunk, .head = head / group}) - batch.first_slot;
+  return {element(x, slot * x.stride[0] + head % group * x.stride[1]), x.dtype, x.stride[2], 1};
+}
+
+// Gate, beta, K, K^T and V of a chunk, and its A from where the caller says; Q too unless `q` is absent.
 template <class Scratch>
-void load_sequence_chunk(const SequenceInputs& in, const Problem& problem, const ChunkRange& chunk,
+void load_sequence_chunk(const SequenceInputs& in, const MatrixView& A, const Problem& problem, const ChunkRange& chunk,
                          const SequenceBlock& block, Scratch& s) {
   const int64_t key_head = block.head / (problem.value_heads / problem.heads);
   load_gate(in, problem, chunk, block.head, s.gate);
@@ -89,7 +97,7 @@ void load_sequence_chunk(const SequenceInputs& in, const Problem& problem, const
   load_tile(rows_of(in.k, problem, chunk.begin, key_head), chunk.length, problem.key_dim, s.K);
   load_tile(rows_of(in.v, problem, chunk.begin, block.head).columns_from(block.first_column), chunk.length,
             block.columns, s.V);
-  load_tile(rows_of(in.A, problem, chunk.begin, block.head), chunk.length, chunk.length, s.A);
+  load_tile(A, chunk.length, chunk.length, s.A);
   if (in.q) {
     transpose(s.K, chunk.length, problem.key_dim, s.K_transposed);
     load_tile(rows_of(in.q, problem, chunk.begin, key_head), chunk.length, problem.key_dim, s.Q);

@@ -442,7 +442,7 @@ void chunk_scaled_dot_kkt_fwd(const Plan& plan, const stages::ScaledDotKkt& t, S
   const TensorView L = TensorView::from(t.L, "L");
   with_policy(p, [&](auto policy) {
     for_each_L<decltype(policy)>(plan, t.k, t.g, t.beta, [&](auto& s, const ChunkRange& chunk, int64_t head) {
-      store_chunk_square(s.L, L, p, chunk, head);
+      store_chunk_square(s.L, p, chunk, rows_of(L, p, chunk.begin, head));
     });
   });
   zero_padding_rows(L, plan);
@@ -456,7 +456,7 @@ void solve_tril(const Plan& plan, const stages::SolveTril& t, Stream) {
     for_chunks<Scratch>(plan, p.value_heads, [&](Scratch& s, const ChunkRange& chunk, int64_t, int64_t head) {
       load_tile(rows_of(L, p, chunk.begin, head), chunk.length, chunk.length, s.L);
       invert_unit_lower(s.L, chunk.length, s.A);
-      store_chunk_square(s.A, A, p, chunk, head);
+      store_chunk_square(s.A, p, chunk, rows_of(A, p, chunk.begin, head));
     });
   });
   zero_padding_rows(A, plan);
@@ -468,7 +468,7 @@ void chunk_gated_delta_rule_fwd_intra(const Plan& plan, const stages::Intra& t, 
   with_policy(p, [&](auto policy) {
     for_each_L<decltype(policy)>(plan, t.k, t.g, t.beta, [&](auto& s, const ChunkRange& chunk, int64_t head) {
       invert_unit_lower(s.L, chunk.length, s.A);
-      store_chunk_square(s.A, A, p, chunk, head);
+      store_chunk_square(s.A, p, chunk, rows_of(A, p, chunk.begin, head));
     });
   });
   zero_padding_rows(A, plan);
