@@ -7,8 +7,8 @@ against one, time a token over the sequence length, forward against this machine
 errors against float64. Nothing else should run on the machine meanwhile.
 
 The process keeps the memory that it frees: glibc's malloc gives large blocks back, and a call then times the kernel
-clearing new pages (PyTorch's tuning guide recommends an allocator that keeps them). Threads and lengths are measured in a
-process that does not, too, and the page shows both.
+clearing new pages (PyTorch's tuning guide recommends an allocator that keeps them). Threads and lengths are measured
+in a process that gives memory back, too, and the page shows both.
 """
 
 from __future__ import annotations
