@@ -152,7 +152,8 @@ def measure_lengths(rounds: int, lengths: list[int]) -> dict[str, Any]:
 
 
 def measure_scaling(rounds: int, tokens: int, lengths: list[int]) -> dict[str, Any]:
-    return {"threads": measure_threads(rounds, tokens), "lengths": measure_lengths(max(2, rounds - 2), lengths)}
+    # Short calls are the noisier ones.
+    return {"threads": measure_threads(3 * rounds, tokens), "lengths": measure_lengths(max(2, rounds - 2), lengths)}
 
 
 def measure_scaling_by_default(*arguments: Any) -> dict[str, Any]:
