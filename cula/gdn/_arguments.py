@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import warnings
 from typing import Any
 
@@ -39,8 +40,22 @@ def check_tensor(name: str, x: Any) -> None:
 
 def check_chunk_size(chunk_size: int) -> None:
     """Here for the calls that allocate A, of which it is a dimension; C++ checks it for the others."""
+    if not isinstance(chunk_size, int):
+        raise TypeError(f"chunk_size: expected an int, got {type(chunk_size).__name__}")
     if chunk_size not in (16, 32, 64):
         raise ValueError(f"chunk_size: expected 16, 32 or 64, got {chunk_size}")
+
+
+def check_options(scale: Any, backend: Any, **flags: Any) -> None:
+    """Types that torch's schemas would refuse without naming the argument as its user knows it."""
+    is_number = isinstance(scale, numbers.Real | torch.SymFloat | torch.SymInt) and not isinstance(scale, bool)
+    if scale is not None and not is_number:
+        raise TypeError(f"scale: expected a number or None, got {type(scale).__name__}")
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(f"backend: expected a string or None, got {type(backend).__name__}")
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name}: expected True or False, got {type(flag).__name__}")
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, use_gate_in_kernel: bool) -> None:
@@ -55,11 +70,26 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor
         raise ValueError("g: expected the raw gate with use_gate_in_kernel=True, got None")
 
 
-def refuse_mixed_meta(q: Tensor, **others: Tensor | None) -> None:
-    """One meta tensor makes torch compute shapes alone, for a call whose other tensors hold values."""
+def check_others(q: Tensor, **others: Tensor | None) -> None:
+    """All operands but q: each a tensor or None, and none of them meta unless q is.
+
+    One meta tensor makes torch compute shapes alone, for a call whose other tensors hold values.
+    """
     for name, x in others.items():
-        if x is not None and x.is_meta != q.is_meta:
+        if x is None:
+            continue
+        check_tensor(name, x)
+        if x.is_meta != q.is_meta:
             raise ValueError(f"{name}: expected a tensor on {q.device} as q, got one on {x.device}")
+
+
+def refuse_tangents(function: str, *inputs: Tensor | None) -> None:
+    """Forward-mode derivatives would be dropped without a word: torch's operators pass none on by themselves."""
+    if torch.compiler.is_compiling() or torch.autograd.forward_ad._current_level < 0:
+        return
+    unpack: Any = torch.autograd.forward_ad.unpack_dual
+    if any(x is not None and unpack(x).tangent is not None for x in inputs):
+        raise NotImplementedError(f"{function}: forward-mode derivatives (torch.func.jvp, dual tensors) do not exist")
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -98,12 +98,12 @@ def chunk_gated_delta_rule(
         DeprecationWarning: head_first, which no longer exists, was passed.
         RuntimeError: no backend for this device in this build; lengths on a device during CUDA graph capture;
             a gradient of a gradient.
-        NotImplementedError: cp_context, once its checks are passed; torch.vmap.
+        NotImplementedError: cp_context, once its checks are passed; torch.vmap; forward-mode derivatives.
     """
     if kwargs:
         state_v_first = _arguments.resolve_state_layout("chunk_gated_delta_rule", state_v_first, kwargs)
     _arguments.check_inputs(q, k, v, g, beta, use_gate_in_kernel)
-    _arguments.refuse_mixed_meta(
+    _arguments.check_others(
         q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, initial_state=initial_state,
         cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, chunk_indices=chunk_indices,
     )  # fmt: skip
@@ -113,6 +113,12 @@ def chunk_gated_delta_rule(
     if cu_seqlens is None and (cu_seqlens_cpu is not None or chunk_indices is not None):
         name = "chunk_indices" if cu_seqlens_cpu is None else "cu_seqlens_cpu"
         raise ValueError(f"{name}: expected cu_seqlens with it, got it alone")
+    _arguments.check_options(
+        scale, backend, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
+        state_v_first=state_v_first,
+    )  # fmt: skip
+    _arguments.refuse_tangents("chunk_gated_delta_rule", q, k, v, g, beta, A_log, dt_bias, initial_state)
     q, k, v = _arguments.autocast(q, k, v)
 
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)

@@ -108,7 +108,7 @@ def fused_recurrent_gated_delta_rule(
         AssertionError: K > 256.
         DeprecationWarning: head_first, which no longer exists, was passed.
         RuntimeError: no backend for this device in this build.
-        NotImplementedError: in backward, and for torch.vmap.
+        NotImplementedError: in backward, for torch.vmap and for forward-mode derivatives.
     """
     if kwargs:
         state_v_first = _arguments.resolve_state_layout("fused_recurrent_gated_delta_rule", state_v_first, kwargs)
@@ -121,7 +121,7 @@ def fused_recurrent_gated_delta_rule(
         _arguments.check_tensor("v", v)
         beta = v.new_ones((), dtype=torch.float32).expand(v.shape[:-1])
     _arguments.check_inputs(q, k, v, g, beta, use_gate_in_kernel)
-    _arguments.refuse_mixed_meta(
+    _arguments.check_others(
         q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, initial_state=initial_state,
         cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu,
     )  # fmt: skip
@@ -129,6 +129,12 @@ def fused_recurrent_gated_delta_rule(
         raise ValueError("A_log: expected a tensor with use_gate_in_kernel=True, got None")
     if cu_seqlens is None and cu_seqlens_cpu is not None:
         raise ValueError("cu_seqlens_cpu: expected cu_seqlens with it, got it alone")
+    _arguments.check_options(
+        scale, backend, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
+        state_v_first=state_v_first,
+    )  # fmt: skip
+    _arguments.refuse_tangents("fused_recurrent_gated_delta_rule", q, k, v, g, beta, A_log, dt_bias, initial_state)
     q, k, v = _arguments.autocast(q, k, v)
     return recurrent_forward(  # type: ignore[no-any-return]
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, bool(output_final_state),

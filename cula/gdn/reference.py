@@ -81,6 +81,15 @@ def reference_gated_delta_rule(
         ValueError, TypeError, AssertionError: as `chunk_gated_delta_rule`, naming the argument.
     """
     _arguments.check_inputs(q, k, v, g, beta, use_gate_in_kernel)
+    _arguments.check_others(
+        q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, initial_state=initial_state, cu_seqlens=cu_seqlens
+    )
+    _arguments.check_options(
+        scale, None, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
+        state_v_first=state_v_first,
+    )  # fmt: skip
+    _arguments.refuse_tangents("reference_gated_delta_rule", q, k, v, g, beta, A_log, dt_bias, initial_state)
     if g is None:
         g = _arguments.zero_gate(v)
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)

@@ -299,6 +299,19 @@ def test_vmap_is_refused(requires_grad):
         torch.vmap(lambda q: cula.gdn.fused_recurrent_gated_delta_rule(q, **inputs)[0])(q)
 
 
+@pytest.mark.parametrize("operator", [chunk_gated_delta_rule, cula.gdn.fused_recurrent_gated_delta_rule])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_forward_mode_is_refused(operator, requires_grad):
+    inputs = make_inputs(1, 9, 1, 1, 4, 4)
+    v = inputs.pop("v")
+    inputs["k"].requires_grad_(requires_grad)
+    refused = pytest.raises(NotImplementedError, match=rf"^{operator.__name__}: forward-mode derivatives")
+    with refused:
+        torch.func.jvp(lambda v: operator(v=v, **inputs)[0], (v,), (v,))
+    with torch.autograd.forward_ad.dual_level(), refused:
+        operator(v=torch.autograd.forward_ad.make_dual(v, v), **inputs)
+
+
 # Copies, threads, processes -----------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 
 import pytest
@@ -461,6 +462,24 @@ def test_sigmoid_of_a_given_beta_is_not_assumed():
     inputs = valid()
     assert not torch.equal(chunk_gated_delta_rule(**inputs, **SIGMOID)[0], chunk_gated_delta_rule(**inputs)[0])
     assert oracle(inputs, **SIGMOID)["o"].dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    "operator", [chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, reference_gated_delta_rule]
+)
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [(name, [1.0], "a tensor, got list") for name in ("g", "beta", "initial_state", "cu_seqlens", "A_log", "dt_bias")]
+    + [("scale", value, f"a number or None, got {type(value).__name__}") for value in ("1", True, torch.ones(()))]
+    + [("state_v_first", 1, "True or False, got int"), ("use_gate_in_kernel", None, "True or False, got NoneType")]
+    + [("backend", 1, "a string or None, got int"), ("chunk_size", 64.0, "an int, got float")],
+)
+def test_wrong_types_are_named(operator, name, value, message):
+    if name not in inspect.signature(operator).parameters:
+        pytest.skip("not an argument of it")
+    flags = {"use_gate_in_kernel": True, "A_log": torch.zeros(4)} if name == "dt_bias" else {}
+    with pytest.raises(TypeError, match=f"^{name}: expected {message}$"):
+        operator(**{**valid(), **flags, name: value})
 
 
 @pytest.mark.parametrize("operator", [chunk_gated_delta_rule, fused_recurrent_gated_delta_rule])

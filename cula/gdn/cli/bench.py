@@ -21,12 +21,14 @@ from cula.gdn.cli.workload import (
     DTYPES,
     Implementation,
     Shape,
+    backend_error,
     device_option,
     make_inputs,
     ours,
     peers,
     positive,
     seconds,
+    threads_option,
 )
 
 
@@ -47,7 +49,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("--mode", choices=tuple(CALLS), nargs="+", default=list(CALLS))
     parser.add_argument("--device", type=device_option, default="auto", help="auto, cpu or cuda[:N] (default: auto)")
     parser.add_argument("--backend", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--threads", type=positive, help="CPU threads of every implementation (default: PyTorch's)")
+    parser.add_argument(
+        "--threads", type=threads_option, help="CPU threads of every implementation (default: PyTorch's)"
+    )
     parser.add_argument("--repeats", type=positive, default=5, help="timed calls; the median counts (default: 5)")
     parser.add_argument("--no-peers", action="store_true", help="time cula.gdn alone")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results, with what they were measured on")
@@ -155,9 +159,14 @@ def run(options: argparse.Namespace) -> int:
             return fail(f"{path}: its folder does not exist")
     if options.plot is not None:
         try:
-            import matplotlib  # noqa: F401
+            import matplotlib.backend_bases
         except ImportError:
             return fail("--plot needs matplotlib: pip install 'cula-gdn[plot]'")
+        formats = matplotlib.backend_bases.FigureCanvasBase.get_supported_filetypes()
+        if options.plot.suffix.removeprefix(".").lower() not in formats:
+            return fail(f"--plot: expected a file name that ends in one of {', '.join(formats)}, got {options.plot}")
+    if message := backend_error(options.backend, options.device):
+        return fail(message)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
 

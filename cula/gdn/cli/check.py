@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ from cula.gdn.cli.terminal import make_console
 from cula.gdn.cli.workload import (
     DTYPES,
     Shape,
+    backend_error,
     device_option,
     dtype_name,
     make_inputs,
@@ -204,6 +206,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def run(options: argparse.Namespace) -> int:
+    if message := backend_error(options.backend, options.device):
+        print(f"cula-gdn check: error: {message}", file=sys.stderr)
+        return 2
     names = options.dtype or list(DTYPES)
     backend = None if options.backend == "auto" else options.backend
     rows = list(outcomes([DTYPES[name] for name in names], options.device, backend, options.quick))

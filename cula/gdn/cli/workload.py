@@ -177,6 +177,25 @@ def positive(text: str) -> int:
     return value
 
 
+MAX_THREADS = 1024
+
+
+def threads_option(text: str) -> int:
+    """An argparse type: a number of CPU threads that a process can have."""
+    threads = positive(text)
+    if threads > MAX_THREADS:
+        raise argparse.ArgumentTypeError(f"expected at most {MAX_THREADS}, got {threads}")
+    return threads
+
+
+def backend_error(backend: str, device: torch.device) -> str | None:
+    """What is wrong with computing on this device by that backend, if anything."""
+    allowed = ("auto", "cpu") if device.type == "cpu" else ("auto", *(b for b in library_info().backends if b != "cpu"))
+    if backend in allowed:
+        return None
+    return f"--backend: expected {' or '.join(allowed)} with tensors on {device}, got {backend}"
+
+
 def device_option(text: str) -> torch.device:
     """An argparse type: 'auto', 'cpu', 'cuda' or 'cuda:1'."""
     if text == "auto":
