@@ -200,6 +200,10 @@ Tensor constant(DType dtype, const Shape& shape, double value) {
   return Tensor(dtype, shape).filled([=](int64_t) { return value; });
 }
 
+void fill(const Tensor& x, double value) {
+  x.filled([=](int64_t) { return value; });
+}
+
 Tensor concatenated(const std::vector<Tensor>& parts, int dim) {
   Shape shape = parts.front().shape();
   shape[dim] = 0;

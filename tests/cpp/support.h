@@ -99,6 +99,7 @@ Tensor uniform(Random& random, DType dtype, const Shape& shape, double low, doub
 Tensor unit_rows(Random& random, DType dtype, const Shape& shape);  // normal, divided by their norm
 Tensor log_sigmoid_gate(Random& random, DType dtype, const Shape& shape, double divisor = 1);
 Tensor constant(DType dtype, const Shape& shape, double value);
+void fill(const Tensor& x, double value);
 Tensor concatenated(const std::vector<Tensor>& parts, int dim);
 
 // Comparisons ---------------------------------------------------------------------------------------------------------
@@ -119,6 +120,8 @@ inline double gradient_tolerance(DType dtype) { return 2 * output_tolerance(dtyp
 
 // float64 for float64, else float32: the type of states and statistics.
 inline DType stat_dtype(DType dtype) { return dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32; }
+
+inline constexpr DType kLowTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};  // all but float64
 
 // Fails unless `call` throws cula::Error of that kind with every part in its message, which is returned.
 std::string expect_error(const std::function<void()>& call, const std::string& kind,
