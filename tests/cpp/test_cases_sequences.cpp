@@ -110,7 +110,7 @@ TEST(Cases, Case28_ManySequencesLarge) {
 
   OperatorCase half = c;
   half.problem.tokens = kSequences * 8;
-  half.problem.sequence_offsets->resize(kSequences / 2 + 1);
+  half.problem.sequence_offsets = std::vector(offsets.begin(), offsets.begin() + kSequences / 2 + 1);
   for (int64_t part = 0; part < 2; ++part) {
     const int64_t first = part * kSequences / 2, last = first + kSequences / 2;
     Operands y = tokens_of(x, 16 * first, 16 * last);

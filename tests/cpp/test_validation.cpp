@@ -96,6 +96,8 @@ INSTANTIATE_TEST_SUITE_P(All, ProblemRules, testing::ValuesIn(kBadProblems),
 
 // Calls ---------------------------------------------------------------------------------------------------------------
 
+OperatorCase plain_case() { return make_case(DType::kFloat32, 1, 10, 1, 2, 8, 4); }
+
 // The flags on, so that every argument has a use.
 OperatorCase full_case() {
   OperatorCase c = make_case(DType::kFloat32, 2, 20, 1, 2, 8, 4);
@@ -144,6 +146,20 @@ struct Call {
   gdn::BackwardTensors backward = backward_tensors(c, x, r);
   Tensor per_head = constant(DType::kFloat32, {c.problem.value_heads}, 0);
 };
+
+TEST(Validation, UnchangedCallsAreAccepted) {
+  for (const OperatorCase& c : {plain_case(), full_case()}) {
+    for (const Step step : {Step::kForward, Step::kRecurrent}) {
+      Call call(c);
+      if (step == Step::kRecurrent) call.forward.saved = nullptr;
+      EXPECT_NO_THROW(call.run(step));
+      EXPECT_FALSE(call.untouched());
+    }
+    Call call(c);
+    EXPECT_NO_THROW(call.run(Step::kForward));
+    EXPECT_NO_THROW(call.run(Step::kBackward));
+  }
+}
 
 // Every argument in turn ----------------------------------------------------------------------------------------------
 
@@ -255,7 +271,7 @@ class CallRules : public testing::TestWithParam<BadCall> {};
 
 TEST_P(CallRules, AreCheckedBeforeAnythingIsWritten) {
   const auto& [name, step, change, parts] = GetParam();
-  Call call(make_case(DType::kFloat32, 1, 10, 1, 2, 8, 4));
+  Call call(plain_case());
   change(call);
   expect_error([&, step = step] { call.run(step); }, "ValueError", parts);
   EXPECT_TRUE(call.untouched());

@@ -1,4 +1,6 @@
 // What each stage rejects: every argument of every stage in turn absent or wrong.
+#include <algorithm>
+
 #include "argument_checks.h"
 #include "gdn/stages.h"
 #include "operator_case.h"
@@ -27,15 +29,15 @@ struct StageArgument {
 };
 
 // An optional output that is rejected where the optional input that it belongs to is absent.
-struct Pair {
-  const char* absent = nullptr;
-  const char* rejected = nullptr;
+struct Dependence {
+  const char* input = nullptr;
+  const char* output = nullptr;
 };
 
 // Calls the stage with every argument in turn wrong, then as it should be. `others` holds what is not a tensor.
 template <class T>
 void check_stage(void (*stage)(const gdn::Plan&, const T&, gdn::Stream), const std::vector<StageArgument<T>>& arguments,
-                 Pair pair = {}, const T& others = {}) {
+                 Dependence dependence = {}, const T& others = {}) {
   const gdn::Plan plan = make_plan();
   T valid = others;
   std::vector<Tensor> inputs, outputs;
@@ -51,14 +53,17 @@ void check_stage(void (*stage)(const gdn::Plan&, const T&, gdn::Stream), const s
     return std::all_of(outputs.begin(), outputs.end(), [](const Tensor& t) { return t.untouched(); });
   };
   check_arguments<T>(valid, checked, call, untouched);
+  bool dependence_checked = dependence.input == nullptr;
   for (const auto& [argument, shape, any_shape] : arguments) {
     T without = valid;
     argument.set(without, nullptr);
     if (any_shape) expect_argument_error([&] { call(without); }, "ValueError", argument.name);
-    if (pair.absent != nullptr && argument.name == std::string(pair.absent)) {
-      expect_argument_error([&] { call(without); }, "ValueError", pair.rejected);
+    if (dependence.input != nullptr && argument.name == std::string(dependence.input)) {
+      expect_argument_error([&] { call(without); }, "ValueError", dependence.output);
+      dependence_checked = true;
     }
   }
+  EXPECT_TRUE(dependence_checked);
   EXPECT_TRUE(untouched());
   EXPECT_NO_THROW(call(valid));
   for (const Tensor& output : outputs) EXPECT_FALSE(output.untouched());
@@ -122,7 +127,7 @@ TEST(StageValidation, GateBackward) {
                   {required<&T::dg>("dg"), kToken},
                   {required<&T::dA_log>("dA_log"), kHead},
                   {optional<&T::ddt_bias>("ddt_bias"), kHead}},
-                 {.absent = "dt_bias", .rejected = "ddt_bias"});
+                 {.input = "dt_bias", .output = "ddt_bias"});
 }
 
 TEST(StageValidation, ScaledDotKkt) {
@@ -221,7 +226,7 @@ TEST(StageValidation, OperandGradients) {
                   {required<&T::dk>("dk"), kQK},
                   {required<&T::dw>("dw"), kWideK},
                   {optional<&T::dg>("dg"), kToken}},
-                 {.absent = "g", .rejected = "dg"});
+                 {.input = "g", .output = "dg"});
 }
 
 TEST(StageValidation, WyBackward) {
@@ -238,7 +243,7 @@ TEST(StageValidation, WyBackward) {
                   {required<&T::dv>("dv"), kWideV},
                   {required<&T::db>("db"), kToken},
                   {optional<&T::dg>("dg"), kToken}},
-                 {.absent = "g", .rejected = "dg"});
+                 {.input = "g", .output = "dg"});
 }
 
 }  // namespace
