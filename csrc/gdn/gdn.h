@@ -48,11 +48,11 @@ struct Problem {
   // Packed sequences: N + 1 ascending offsets that start at 0 and end at or before `tokens`; batch must be 1, empty
   // sequences are allowed, tokens past the last offset are padding (outputs and gradients there are zero).
   // Absent: B sequences of T tokens.
-  std::optional<std::vector<int64_t>> sequence_offsets;
+  std::optional<std::vector<int64_t>> sequence_offsets = {};
 
   DLDataType dtype = {kDLFloat, 32, 1};  // of q, k, v, o; also of A and the other stored operands
   int64_t chunk_size = 64;               // C: 16, 32 or 64
-  std::optional<double> scale;           // of the output; absent: K^-0.5
+  std::optional<double> scale = {};      // of the output; absent: K^-0.5
 
   bool use_qk_l2norm = false;     // q and k are divided by sqrt(sum of squares + kL2NormEpsilon) first
   bool use_gate = false;          // g is raw: the log decay is -exp(A_log) softplus(g + dt_bias)

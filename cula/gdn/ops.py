@@ -116,7 +116,7 @@ def chunk_gated_delta_rule(
     _arguments.check_options(
         scale, backend, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
-        state_v_first=state_v_first,
+        state_v_first=state_v_first, output_final_state=output_final_state,
     )  # fmt: skip
     _arguments.refuse_tangents("chunk_gated_delta_rule", q, k, v, g, beta, A_log, dt_bias, initial_state)
     q, k, v = _arguments.autocast(q, k, v)
@@ -124,9 +124,9 @@ def chunk_gated_delta_rule(
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     saves = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     o, final_state, *_ = forward_operator(saves)(
-        *inputs, cu_seqlens, cu_seqlens_cpu, chunk_indices, bool(output_final_state), saves,
+        *inputs, cu_seqlens, cu_seqlens_cpu, chunk_indices, output_final_state, saves,
         scale, chunk_size, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-        state_v_first, backend or "auto",
+        state_v_first, "auto" if backend is None else backend,
     )  # fmt: skip
     return o, final_state
 

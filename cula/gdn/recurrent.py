@@ -132,14 +132,14 @@ def fused_recurrent_gated_delta_rule(
     _arguments.check_options(
         scale, backend, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
-        state_v_first=state_v_first,
+        state_v_first=state_v_first, output_final_state=output_final_state,
     )  # fmt: skip
     _arguments.refuse_tangents("fused_recurrent_gated_delta_rule", q, k, v, g, beta, A_log, dt_bias, initial_state)
     q, k, v = _arguments.autocast(q, k, v)
     return recurrent_forward(  # type: ignore[no-any-return]
-        q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, bool(output_final_state),
+        q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, output_final_state,
         scale, 64, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-        state_v_first, backend or "auto",
+        state_v_first, "auto" if backend is None else backend,
     )  # fmt: skip
 
 

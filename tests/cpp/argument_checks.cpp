@@ -16,6 +16,11 @@ const std::vector<Mutation>& all_mutations() {
          shape.back() -= 1;
          return true;
        }},
+      {"a negative size", "ValueError", false,
+       [](DLTensor&, Shape& shape, Shape&) {
+         shape.front() = -1;
+         return true;
+       }},
       {"first dimension longer", "ValueError", false,
        [](DLTensor&, Shape& shape, Shape&) {
          shape.front() += 1;

@@ -184,11 +184,57 @@ TEST(Batches, TakeEachChunkOfEachKeyHeadOnceInOrder) {
           }
         }
         EXPECT_EQ(batch.end_slot, slot);
-        const int64_t units = (batch.end_pair - batch.first_pair) * 2 * plan.value_blocks();
-        EXPECT_TRUE(batch.num_slots() * slot_bytes <= gdn::cpu::kBatchBytes || units < 2 * threads + 2);
       }
       EXPECT_EQ(pair, 5 * 3);
       EXPECT_EQ(slot, static_cast<int64_t>(plan.chunks().size()) * 3);
+    }
+  }
+}
+
+// Time of a pass over the sequences: batch by batch, each unit to the thread that is free first.
+int64_t makespan(const gdn::Plan& plan, const std::vector<gdn::cpu::Batch>& batches) {
+  const gdn::Problem& p = plan.problem();
+  int64_t total = 0;
+  for (const gdn::cpu::Batch& batch : batches) {
+    std::vector<int64_t> threads(plan.num_threads(), 0);
+    for (int64_t pair = batch.first_pair; pair < batch.end_pair; ++pair) {
+      for (int64_t unit = 0; unit < p.value_heads / p.heads * plan.value_blocks(); ++unit) {
+        *std::min_element(threads.begin(), threads.end()) += plan.sequences()[pair / p.heads].num_chunks;
+      }
+    }
+    total += *std::max_element(threads.begin(), threads.end());
+  }
+  return total;
+}
+
+TEST(Batches, KeepTheThreadsAsBusyAsOneBatchWould) {
+  const int64_t kLong = 9000;
+  const std::vector<std::vector<int64_t>> lengths = {{kLong},
+                                                     {kLong, 1, kLong, 1},
+                                                     {kLong, 0, 0, 0, kLong, 0, 0, 0},
+                                                     {kLong, kLong, 1, 1},
+                                                     {kLong, 64, 3000, 64, 500}};
+  for (const std::vector<int64_t>& of_sequences : lengths) {
+    for (const int threads : {1, 2, 3, 4, 8, 64}) {
+      for (const int64_t heads : {1, 3, 4}) {
+        for (const int64_t group : {1, 2, 3}) {
+          gdn::Problem problem = problem_of(1, 0);
+          problem.heads = heads;
+          problem.value_heads = heads * group;
+          problem.num_threads = threads;
+          problem.sequence_offsets = {{0}};
+          for (const int64_t length : of_sequences) {
+            problem.sequence_offsets->push_back(problem.tokens += length);
+          }
+          const gdn::Plan plan = gdn::Plan::make(problem);
+          const int64_t all_slots = static_cast<int64_t>(plan.chunks().size()) * heads;
+          const int64_t all_pairs = static_cast<int64_t>(of_sequences.size()) * heads;
+          const int64_t together = makespan(plan, {{0, all_pairs, 0, all_slots}});
+          const int64_t apart = makespan(plan, gdn::cpu::make_batches(plan, gdn::cpu::kBatchBytes));
+          EXPECT_LE(apart, together + together / 8)
+              << of_sequences.size() << " sequences, " << threads << " threads, " << heads << "/" << heads * group;
+        }
+      }
     }
   }
 }

@@ -328,5 +328,12 @@ TEST(Validation, Workspace) {
   }
 }
 
+TEST(Tensors, ShapeThatIsNotThere) {
+  DLTensor tensor = {};
+  tensor.ndim = 2;
+  tensor.dtype = {kDLFloat, 32, 1};
+  expect_error([&] { TensorView::from(&tensor, "q"); }, "ValueError", {"q: expected a shape of 2 dimensions"});
+}
+
 }  // namespace
 }  // namespace cula::test

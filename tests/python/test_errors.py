@@ -471,7 +471,11 @@ def test_sigmoid_of_a_given_beta_is_not_assumed():
     ("name", "value", "message"),
     [(name, [1.0], "a tensor, got list") for name in ("g", "beta", "initial_state", "cu_seqlens", "A_log", "dt_bias")]
     + [("scale", value, f"a number or None, got {type(value).__name__}") for value in ("1", True, torch.ones(()))]
-    + [("state_v_first", 1, "True or False, got int"), ("use_gate_in_kernel", None, "True or False, got NoneType")]
+    + [
+        ("output_final_state", "no", "True or False, got str"),
+        ("state_v_first", 1, "True or False, got int"),
+        ("use_gate_in_kernel", None, "True or False, got NoneType"),
+    ]
     + [("backend", 1, "a string or None, got int"), ("chunk_size", 64.0, "an int, got float")],
 )
 def test_wrong_types_are_named(operator, name, value, message):

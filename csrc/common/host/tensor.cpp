@@ -67,6 +67,9 @@ TensorView TensorView::from(const DLTensor* tensor, const char* name) {
   if (tensor->ndim < 0 || tensor->ndim > kMaxDims) {
     throw_value_error(name, ": expected at most ", kMaxDims, " dimensions, got ", tensor->ndim);
   }
+  if (tensor->ndim > 0 && tensor->shape == nullptr) {
+    throw_value_error(name, ": expected a shape of ", tensor->ndim, " dimensions, got a null pointer");
+  }
   view.ndim = tensor->ndim;
   view.device = tensor->device;
   int64_t dense_stride = 1;
@@ -74,6 +77,9 @@ TensorView TensorView::from(const DLTensor* tensor, const char* name) {
     view.shape[i] = tensor->shape[i];
     view.stride[i] = tensor->strides != nullptr ? tensor->strides[i] : dense_stride;
     dense_stride *= std::max<int64_t>(view.shape[i], 1);
+  }
+  if (std::any_of(view.shape.begin(), view.shape.begin() + view.ndim, [](int64_t size) { return size < 0; })) {
+    throw_value_error(name, ": expected no negative size, got shape ", view.shape_string());
   }
   if (tensor->data != nullptr) {
     view.data = static_cast<char*>(tensor->data) + tensor->byte_offset;

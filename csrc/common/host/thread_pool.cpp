@@ -8,6 +8,7 @@
 #include <deque>
 #include <exception>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -44,10 +45,7 @@ class Pool {
   void run(Job& job) {
     std::unique_lock lock(mutex_);
     const int helpers = static_cast<int>(std::min<int64_t>(job.max_workers, job.units)) - 1;
-    while (threads_ < helpers) {
-      std::thread([this] { serve(); }).detach();
-      ++threads_;
-    }
+    while (threads_ < helpers && start_thread()) ++threads_;
     jobs_.push_back(&job);
     job.workers = job.active = 1;
     lock.unlock();
@@ -61,6 +59,16 @@ class Pool {
   }
 
  private:
+  // A process may be at its limit of threads; those that there are, the caller at least, do the work.
+  bool start_thread() {
+    try {
+      std::thread([this] { serve(); }).detach();
+      return true;
+    } catch (const std::system_error&) {
+      return false;
+    }
+  }
+
   void serve() {
     std::unique_lock lock(mutex_);
     while (true) {

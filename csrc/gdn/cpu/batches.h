@@ -25,7 +25,8 @@ struct Batch {
   int64_t num_slots() const { return end_slot - first_slot; }
 };
 
-// All pairs in order, in batches of as many as kBatchBytes of workspace hold, but enough to keep every thread busy.
+// All pairs in order, in batches of as many as kBatchBytes of workspace hold; of more, as long as the batches, each of
+// which ends with a barrier, would take an eighth more time than all pairs together.
 inline constexpr int64_t kBatchBytes = int64_t{32} << 20;
 std::vector<Batch> make_batches(const Plan& plan, int64_t bytes_per_slot);
 int64_t most_slots(const std::vector<Batch>& batches);  // of any one
