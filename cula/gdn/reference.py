@@ -87,7 +87,7 @@ def reference_gated_delta_rule(
     _arguments.check_options(
         scale, None, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
-        state_v_first=state_v_first,
+        state_v_first=state_v_first, output_final_state=output_final_state,
     )  # fmt: skip
     _arguments.refuse_tangents("reference_gated_delta_rule", q, k, v, g, beta, A_log, dt_bias, initial_state)
     if g is None:

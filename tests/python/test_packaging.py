@@ -7,6 +7,7 @@ import inspect
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -144,6 +145,48 @@ assert not torch.cuda.is_initialized()
 print([m for m in ("fla", "cula.gdn.integrations", "torch._dynamo", "torch._inductor") if m in sys.modules])
 """
     assert in_fresh_process(code, tmp_path, CUDA_VISIBLE_DEVICES="") == "[]"
+
+
+def test_case_60_63_the_first_call_compiles_tunes_and_writes_nothing(tmp_path):
+    code = """
+import os, sys
+import torch, cula.gdn
+events = []
+def watch(event, arguments):
+    if event in ("subprocess.Popen", "os.posix_spawn", "os.system", "os.exec", "os.fork"):
+        events.append(event)
+    if event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+        events.append(f"open {arguments[0]}")
+sys.addaudithook(watch)
+for tokens in (64, 65, 1000, 1001):
+    for dtype in (torch.int32, torch.int64):
+        q = torch.randn(1, tokens, 1, 16, requires_grad=True)
+        o, _ = cula.gdn.chunk_gated_delta_rule(
+            q, q, q, torch.zeros(1, tokens, 1), torch.ones(1, tokens, 1),
+            use_qk_l2norm_in_kernel=True, cu_seqlens=torch.tensor([0, 7, tokens], dtype=dtype),
+        )
+        o.sum().backward()
+print(events)
+"""
+    assert in_fresh_process(code, tmp_path, PATH="/nonexistent") == "[]"
+    assert not list(tmp_path.iterdir())
+
+
+def test_case_58_a_short_call_pays_nothing_for_the_choice_of_a_backend():
+    """Of many calls the fastest: noise only adds. A ratio in one run, tried again where the machine was busy."""
+    for tokens in (1, 64):
+        q = torch.randn(1, tokens, 4, 64)
+        rest = torch.zeros(1, tokens, 4), torch.ones(1, tokens, 4)
+
+        def fastest(backend, q=q, rest=rest):
+            times = []
+            for _ in range(100):
+                start = time.perf_counter()
+                cula.gdn.chunk_gated_delta_rule(q, q, q, *rest, backend=backend)
+                times.append(time.perf_counter() - start)
+            return min(times)
+
+        assert any(fastest(None) <= 1.1 * fastest("cpu") for _ in range(10))
 
 
 def test_a_missing_library_is_named(tmp_path):
