@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import numbers
+import types
+import typing
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +35,52 @@ def resolve_state_layout(function: str, state_v_first: bool, kwargs: dict[str, A
         state_v_first = kwargs.pop("transpose_state_layout")
     refuse_keywords(function, kwargs)
     return state_v_first
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+# Tensors of indices; every other one holds floating-point numbers.
+_INDEX_TENSORS = ("cu_seqlens", "cu_seqlens_cpu", "chunk_indices", "chunk_offsets")
+
+_KIND_NAMES: dict[type, str] = {Tensor: "a tensor", type(None): "None", numbers.Real: "a number", bool: "True or False"}
+
+
+def _accepted(hint: Any) -> tuple[type, ...]:
+    """What isinstance takes for an annotation; nothing for one that says nothing."""
+    if hint is Any or hint is type(None):
+        return ()
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    return tuple(numbers.Real if kind is float else kind for kind in kinds)
+
+
+def checked_types(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Refuses arguments that are not of their annotated types, or are tensors of numbers of the wrong kind, by name."""
+    hints = {name: hint for name, hint in typing.get_type_hints(function).items() if name not in ("kwargs", "return")}
+    accepted = {name: kinds for name, hint in hints.items() if (kinds := _accepted(hint))}
+    names = tuple(hints)
+
+    @functools.wraps(function)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+            kinds = accepted.get(name)
+            if kinds is None:
+                continue
+            if not isinstance(value, kinds):
+                wanted = " or ".join(_KIND_NAMES.get(kind, kind.__name__) for kind in kinds)
+                raise TypeError(f"{name}: expected {wanted}, got {type(value).__name__}")
+            if isinstance(value, Tensor):
+                _check_stage_tensor(name, value)
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _check_stage_tensor(name: str, x: Tensor) -> None:
+    if x.is_meta or x.layout != torch.strided:
+        raise ValueError(f"{name}: expected a dense tensor with values, got one that is {x.device.type}, {x.layout}")
+    if name not in _INDEX_TENSORS and not x.is_floating_point():
+        raise TypeError(f"{name}: expected float64, float32, bfloat16 or float16, got {x.dtype}")
 
 
 def check_tensor(name: str, x: Any) -> None:

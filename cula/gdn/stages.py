@@ -29,7 +29,14 @@ import torch
 from torch import Tensor
 
 from cula.gdn import _native
-from cula.gdn._arguments import check_chunk_size, check_tensor, refuse_keywords, state_shape, statistics_dtype
+from cula.gdn._arguments import (
+    check_chunk_size,
+    check_tensor,
+    checked_types,
+    refuse_keywords,
+    state_shape,
+    statistics_dtype,
+)
 from cula.gdn.index import host_offsets, native_offsets, prepare_chunk_offsets
 
 __all__ = [
@@ -111,7 +118,11 @@ def _num_chunks(tokens: int, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor |
     offsets = host_offsets(cu_seqlens, cu_seqlens_cpu)
     if offsets is None:
         return -(-tokens // max(chunk_size, 1))
-    return int(prepare_chunk_offsets(offsets, chunk_size)[-1])
+    chunks = int(prepare_chunk_offsets(offsets, chunk_size)[-1])
+    values = offsets.tolist()  # the results are allocated by them, before the library looks at them
+    if values[0] != 0 or values != sorted(values) or values[-1] > tokens:
+        raise ValueError(f"cu_seqlens: expected ascending offsets from 0 to at most T = {tokens}, got {values}")
+    return chunks
 
 
 def _check_chunk_offsets(chunk_offsets: Tensor | None, cu_seqlens: Tensor | None, chunk_size: int) -> None:
@@ -144,6 +155,7 @@ def _check_eps(eps: float) -> None:
         raise ValueError(f"eps: expected {_L2NORM_EPS}, got {eps}")
 
 
+@checked_types
 def l2norm_fwd(
     x: Tensor, eps: float = _L2NORM_EPS, output_dtype: torch.dtype | None = None, *, backend: str | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -164,6 +176,7 @@ def l2norm_fwd(
     return y, rstd
 
 
+@checked_types
 def l2norm_bwd(y: Tensor, rstd: Tensor, dy: Tensor, eps: float = _L2NORM_EPS, *, backend: str | None = None) -> Tensor:
     """dx = rstd (dy - y <dy, y>), like y, from the results of `l2norm_fwd`."""
     _check_eps(eps)
@@ -173,6 +186,7 @@ def l2norm_bwd(y: Tensor, rstd: Tensor, dy: Tensor, eps: float = _L2NORM_EPS, *,
     return dx
 
 
+@checked_types
 def fused_beta_sigmoid_fwd(x: Tensor, scale: float = 1.0, *, backend: str | None = None) -> Tensor:
     """scale sigmoid(x) for logits x of at most 6 dimensions; float32 (float64 for float64 x)."""
     check_tensor("x", x)
@@ -181,6 +195,7 @@ def fused_beta_sigmoid_fwd(x: Tensor, scale: float = 1.0, *, backend: str | None
     return y
 
 
+@checked_types
 def fused_beta_sigmoid_bwd(x: Tensor, dy: Tensor, scale: float = 1.0, *, backend: str | None = None) -> Tensor:
     """dx = dy scale s (1 - s) with s = sigmoid(x), like x."""
     check_tensor("x", x)
@@ -189,6 +204,7 @@ def fused_beta_sigmoid_bwd(x: Tensor, dy: Tensor, scale: float = 1.0, *, backend
     return dx
 
 
+@checked_types
 def chunk_local_cumsum(
     g: Tensor,
     chunk_size: int,
@@ -220,6 +236,7 @@ def chunk_local_cumsum(
     return out
 
 
+@checked_types
 def gdn_gate_fwd(
     g: Tensor,
     A_log: Tensor,
@@ -236,7 +253,7 @@ def gdn_gate_fwd(
     _check_raw_gate(g)
     HV = g.shape[-1]
     out = g.new_empty(g.shape, dtype=output_dtype)
-    flat = g.reshape(1, -1, HV)
+    flat = g.reshape(1, math.prod(g.shape[:-1]), HV)
     _gdn_gate_fwd(
         flat, A_log, dt_bias, out.view(flat.shape),
         sizes=(1, flat.shape[1], HV, HV, 1, 1), dtype=statistics_dtype(g.dtype), backend=backend,
@@ -244,6 +261,7 @@ def gdn_gate_fwd(
     return out
 
 
+@checked_types
 def gdn_gate_chunk_cumsum(
     g: Tensor,
     A_log: Tensor,
@@ -267,6 +285,7 @@ def gdn_gate_chunk_cumsum(
     return out
 
 
+@checked_types
 def gdn_gate_bwd(
     g: Tensor, A_log: Tensor, dt_bias: Tensor | None, dyg: Tensor, *, backend: str | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -283,7 +302,7 @@ def gdn_gate_bwd(
     HV = g.shape[-1]
     dg, dA_log = g.new_empty(g.shape), A_log.new_empty(A_log.shape)
     ddt_bias = None if dt_bias is None else dt_bias.new_empty(dt_bias.shape)
-    flat = g.reshape(1, -1, HV)
+    flat = g.reshape(1, math.prod(g.shape[:-1]), HV)
     _gdn_gate_bwd(
         flat, A_log, dt_bias, dyg.reshape(flat.shape), dg.view(flat.shape), dA_log, ddt_bias,
         sizes=(1, flat.shape[1], HV, HV, 1, 1), dtype=statistics_dtype(g.dtype), backend=backend,
@@ -301,6 +320,7 @@ _chunk_gated_delta_rule_fwd_h = _Stage("chunk_gated_delta_rule_fwd_h")
 _chunk_fwd_o = _Stage("chunk_fwd_o")
 
 
+@checked_types
 def chunk_scaled_dot_kkt_fwd(
     k: Tensor,
     g: Tensor | None = None,
@@ -331,6 +351,7 @@ def chunk_scaled_dot_kkt_fwd(
     return L
 
 
+@checked_types
 def solve_tril(
     A: Tensor,
     cu_seqlens: Tensor | None = None,
@@ -352,6 +373,7 @@ def solve_tril(
     return inverse
 
 
+@checked_types
 def chunk_gated_delta_rule_fwd_intra(
     k: Tensor,
     v: Tensor,
@@ -382,6 +404,7 @@ def chunk_gated_delta_rule_fwd_intra(
     return w, u, A
 
 
+@checked_types
 def recompute_w_u_fwd(
     k: Tensor,
     v: Tensor,
@@ -412,6 +435,7 @@ def recompute_w_u_fwd(
     return w, u
 
 
+@checked_types
 def chunk_gated_delta_rule_fwd_h(
     k: Tensor,
     w: Tensor,
@@ -460,6 +484,7 @@ def chunk_gated_delta_rule_fwd_h(
     return h, v_new, final_state
 
 
+@checked_types
 def chunk_fwd_o(
     q: Tensor,
     k: Tensor,
@@ -500,6 +525,7 @@ _chunk_bwd_dqkwg = _Stage("chunk_bwd_dqkwg")
 _prepare_wy_repr_bwd = _Stage("prepare_wy_repr_bwd")
 
 
+@checked_types
 def chunk_bwd_dv_local(
     q: Tensor,
     k: Tensor,
@@ -531,6 +557,7 @@ def chunk_bwd_dv_local(
     return dv
 
 
+@checked_types
 def chunk_gated_delta_rule_bwd_dhu(
     q: Tensor,
     k: Tensor,
@@ -584,6 +611,7 @@ def chunk_gated_delta_rule_bwd_dhu(
     return dh, dh0, dv2
 
 
+@checked_types
 def chunk_bwd_dqkwg(
     q: Tensor,
     k: Tensor,
@@ -633,6 +661,7 @@ def chunk_bwd_dqkwg(
     return dq, dk, dw, dg
 
 
+@checked_types
 def prepare_wy_repr_bwd(
     k: Tensor,
     v: Tensor,

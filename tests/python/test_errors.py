@@ -423,6 +423,24 @@ def test_rejected_stage(case):
     assert type(caught.value) is exception
 
 
+@pytest.mark.parametrize(
+    "name", ["k", "w", "initial_state", "cu_seqlens", "chunk_size", "output_final_state", "backend"]
+)
+def test_stages_name_arguments_of_wrong_types(name):
+    x = {n: torch.rand(1, 70, 2, 8) for n in ("k", "w", "u")}
+    for value in ([1.0], x["k"].to("meta"), x["k"].bool()):
+        if name in ("k", "w", "initial_state") or isinstance(value, list):
+            with pytest.raises((TypeError, ValueError), match=f"^{name}: expected "):
+                stages.chunk_gated_delta_rule_fwd_h(**{**x, name: value})
+
+
+@pytest.mark.parametrize("last", [2**44, 2**62, 71])
+def test_lengths_are_checked_before_results_are_allocated_by_them(last):
+    x = {n: torch.rand(1, 70, 2, 8) for n in ("k", "w", "u")}
+    with pytest.raises(ValueError, match="^cu_seqlens: expected ascending offsets from 0 to at most T = 70"):
+        stages.chunk_gated_delta_rule_fwd_h(**x, cu_seqlens=torch.tensor([0, 30, last]))
+
+
 def test_rejected_plans_and_tables():
     with pytest.raises(ValueError, match="HV = 3"):
         plan(1, 10, 2, 3, 16, 16)
