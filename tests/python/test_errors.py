@@ -437,7 +437,7 @@ def test_stages_name_arguments_of_wrong_types(name):
 @pytest.mark.parametrize("last", [2**44, 2**62, 71])
 def test_lengths_are_checked_before_results_are_allocated_by_them(last):
     x = {n: torch.rand(1, 70, 2, 8) for n in ("k", "w", "u")}
-    with pytest.raises(ValueError, match="^cu_seqlens: expected ascending offsets from 0 to at most T = 70"):
+    with pytest.raises(ValueError, match=r"^cu_seqlens: expected ascending offsets from 0 to at most T = 70"):
         stages.chunk_gated_delta_rule_fwd_h(**x, cu_seqlens=torch.tensor([0, 30, last]))
 
 
