@@ -1,60 +1,17 @@
 // The whole operator, its float64 reference, and what the library says about itself.
-#include "bindings/binding.h"
+#include "bindings/operands.h"
 #include "common/host/cpu_features.h"
+#include "gdn/cp/cp.h"
 #include "gdn/reference/reference.h"
 
 namespace cula::gdn::bindings {
 
 namespace {
 
-// Scratch memory from the allocator of the framework that the caller's tensors come from.
-class ScratchMemory {
- public:
-  ScratchMemory(size_t bytes, DLDevice device) {
-    if (bytes == 0) return;
-    const int64_t shape[1] = {static_cast<int64_t>(bytes)};
-    tensor_ =
-        ffi::Tensor::FromEnvAlloc(TVMFFIEnvTensorAlloc, ffi::ShapeView(shape, 1), DLDataType{kDLUInt, 8, 1}, device);
-    workspace_ = {.data = tensor_->data_ptr(), .bytes = bytes};
-  }
-  Workspace get() const { return workspace_; }
+// Forward as a whole, or one of its two halves.
+enum class Part { kAll, kPrepare, kAdvance };
 
- private:
-  std::optional<ffi::Tensor> tensor_;
-  Workspace workspace_;
-};
-
-// The operands that all entry points share.
-struct Inputs {
-  Tensor q, k, v, g, beta, A_log, dt_bias, initial_state;
-
-  template <class Tensors>
-  Tensors store_in(Tensors tensors) const {
-    tensors.q = get(q);
-    tensors.k = get(k);
-    tensors.v = get(v);
-    tensors.g = get(g);
-    tensors.beta = get(beta);
-    tensors.A_log = get(A_log);
-    tensors.dt_bias = get(dt_bias);
-    tensors.initial_state = get(initial_state);
-    return tensors;
-  }
-};
-
-// What forward saves, in the order in which Python passes it.
-struct Saved {
-  Tensor A, q_normalized, k_normalized, q_rstd, k_rstd;
-
-  SavedTensors tensors() const {
-    return {.q_normalized = get(q_normalized),
-            .q_rstd = get(q_rstd),
-            .k_normalized = get(k_normalized),
-            .k_rstd = get(k_rstd),
-            .A = get(A)};
-  }
-};
-
+template <Part kPart>
 void forward_op(Request request, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor A_log, Tensor dt_bias,
                 Tensor initial_state, Tensor o, Tensor final_state, Tensor A, Tensor q_normalized, Tensor k_normalized,
                 Tensor q_rstd, Tensor k_rstd) {
@@ -66,8 +23,16 @@ void forward_op(Request request, Tensor q, Tensor k, Tensor v, Tensor g, Tensor 
                      .final_state = get(final_state),
                      .saved = saved.A == nullptr ? nullptr : &saved,
                      .cu_seqlens = request.cu_seqlens});
-  const ScratchMemory scratch(plan.forward_workspace_bytes(tensors.saved != nullptr), request.problem.device);
-  forward(plan, tensors, scratch.get(), current_stream(request.problem));
+  const Stream stream = current_stream(request.problem);
+  const DLDevice device = request.problem.device;
+  if constexpr (kPart == Part::kPrepare) {
+    cp::prepare(plan, tensors, ScratchMemory(cp::prepare_workspace_bytes(plan), device).get(), stream);
+  } else if constexpr (kPart == Part::kAdvance) {
+    cp::advance(plan, tensors, ScratchMemory(cp::advance_workspace_bytes(plan), device).get(), stream);
+  } else {
+    const ScratchMemory scratch(plan.forward_workspace_bytes(tensors.saved != nullptr), device);
+    forward(plan, tensors, scratch.get(), stream);
+  }
 }
 
 void recurrent_forward_op(Request request, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor A_log,
@@ -170,7 +135,9 @@ Properties library_info() {
 }  // namespace
 }  // namespace cula::gdn::bindings
 
-CULA_EXPORT(forward, cula::gdn::bindings::forward_op)
+CULA_EXPORT(forward, cula::gdn::bindings::forward_op<cula::gdn::bindings::Part::kAll>)
+CULA_EXPORT(cp_prepare, cula::gdn::bindings::forward_op<cula::gdn::bindings::Part::kPrepare>)
+CULA_EXPORT(cp_advance, cula::gdn::bindings::forward_op<cula::gdn::bindings::Part::kAdvance>)
 CULA_EXPORT(backward, cula::gdn::bindings::backward_op)
 CULA_EXPORT(recurrent_forward, cula::gdn::bindings::recurrent_forward_op)
 CULA_EXPORT(reference_forward, cula::gdn::bindings::reference_forward_op)

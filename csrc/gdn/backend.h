@@ -1,6 +1,7 @@
 // What a backend implements: one function an operation, called with arguments that validate.h has accepted.
 #pragma once
 
+#include "gdn/cp/cp.h"
 #include "gdn/gdn.h"
 #include "gdn/stages.h"
 
@@ -27,6 +28,16 @@
   X(prepare_wy_repr_bwd, WyBackward)
 // clang-format on
 
+// What context parallelism is made of: functions of cula::gdn::cp and their arguments. A backend may leave them out.
+// clang-format off
+#define CULA_GDN_CP(X)                   \
+  X(prepare, ForwardTensors)             \
+  X(advance, ForwardTensors)             \
+  X(summarize, cp::Summary)              \
+  X(summarize_adjoint, cp::AdjointSummary) \
+  X(merge, cp::Merge)
+// clang-format on
+
 namespace cula::gdn {
 
 struct BackendTable {
@@ -39,6 +50,12 @@ struct BackendTable {
 #define CULA_GDN_STAGE_FIELD(function, Arguments) void (*function)(const Plan&, const stages::Arguments&, Stream);
   CULA_GDN_STAGES(CULA_GDN_STAGE_FIELD)
 #undef CULA_GDN_STAGE_FIELD
+
+#define CULA_GDN_CP_FIELD(function, Arguments)                      \
+  size_t (*cp_##function##_workspace_bytes)(const Plan&) = nullptr; \
+  void (*cp_##function)(const Plan&, const Arguments&, Workspace, Stream) = nullptr;
+  CULA_GDN_CP(CULA_GDN_CP_FIELD)
+#undef CULA_GDN_CP_FIELD
 };
 
 const BackendTable& cpu_backend();

@@ -22,7 +22,9 @@ enum class Presence { kRequired, kOptional };
 // Checks arguments one by one against shapes written in the letters of gdn.h.
 class Checker {
  public:
-  explicit Checker(const Plan& plan) : plan_(plan), problem_(plan.problem()) {}
+  // `summaries`: size of the dimension P of context parallelism, where there is one.
+  explicit Checker(const Plan& plan, int64_t summaries = 0)
+      : plan_(plan), problem_(plan.problem()), summaries_(summaries) {}
 
   // `letters`: "B T HV V"; S stands for the two dimensions of a state in the problem's layout.
   void input(const DLTensor* tensor, const char* name, const char* letters, Kind kind,
@@ -116,6 +118,8 @@ class Checker {
     if (letter == "V") return problem_.value_dim;
     if (letter == "C") return problem_.chunk_size;
     if (letter == "N") return problem_.num_sequences();
+    if (letter == "P") return summaries_;
+    if (letter == "V+K") return problem_.value_dim + problem_.key_dim;
     // NT: chunks of one row of the batch; packed sequences have one row.
     if (problem_.sequence_offsets) return static_cast<int64_t>(plan_.chunks().size());
     return (problem_.tokens + problem_.chunk_size - 1) / problem_.chunk_size;
@@ -149,6 +153,7 @@ class Checker {
 
   const Plan& plan_;
   const Problem& problem_;
+  int64_t summaries_;
 };
 
 constexpr Presence kOptional = Presence::kOptional;
@@ -223,6 +228,32 @@ void check_saved(const Checker& check, const Problem& problem, const SavedTensor
   check.output(saved.k_rstd, "saved.k_rstd", "B T H", Kind::kStatistic, presence);
 }
 
+// Indices must lie in [0, count).
+void check_indices(const std::vector<int64_t>& indices, const char* name, int64_t count, const char* of_what) {
+  for (const int64_t index : indices) {
+    if (index < 0 || index >= count) {
+      throw_value_error(name, ": expected indices of ", count, " ", of_what, ", got ", index);
+    }
+  }
+}
+
+// What the two summaries have in common: the inputs of their recurrence, the sequences and the result.
+template <class Tensors>
+void check_summary(const Checker& check, const Plan& plan, const Tensors& t) {
+  const Problem& problem = plan.problem();
+  const Presence raw = problem.use_qk_l2norm ? kOptional : Presence::kRequired;
+  const Presence normalized = problem.use_qk_l2norm ? Presence::kRequired : kOptional;
+  if (t.saved == nullptr) throw_value_error("saved: expected what prepare saved, got none");
+  check_indices(t.sequences, "sequences", problem.num_sequences(), "sequences");
+  check.input(t.k, "k", "B T H K", Kind::kOperand, raw);
+  check.input(t.g, "g", "B T HV", Kind::kFloat);
+  check.input(t.beta, "beta", "B T HV", Kind::kFloat);
+  check_gate(check, problem, t.A_log, t.dt_bias);
+  check.input(t.saved->A, "saved.A", "B T HV C", Kind::kOperand);
+  check.input(t.saved->k_normalized, "saved.k_normalized", "B T H K", Kind::kOperand, normalized);
+  check.output(t.summary, "summary", "P HV K V+K", Kind::kStatistic);
+}
+
 }  // namespace
 
 DType stat_dtype(const Problem& problem) {
@@ -293,6 +324,38 @@ void validate_backward(const Plan& plan, const BackwardTensors& t) {
   if (t.dt_bias == nullptr) Checker::require_absent(t.ddt_bias != nullptr, "ddt_bias", "without dt_bias");
   check.per_head(t.dA_log, "dA_log", kOptional, true);
   check.per_head(t.ddt_bias, "ddt_bias", kOptional, true);
+}
+
+void validate_split_forward(const Plan& plan, const ForwardTensors& t) {
+  if (t.saved == nullptr) throw_value_error("saved: expected tensors for what prepare leaves to advance, got none");
+  validate_forward(plan, t);
+}
+
+void validate_summary(const Plan& plan, const cp::Summary& t) {
+  const Checker check(plan, static_cast<int64_t>(t.sequences.size()));
+  check_summary(check, plan, t);
+  check.input(t.v, "v", "B T HV V", Kind::kOperand);
+  check.input(t.initial_state, "initial_state", "P HV S", Kind::kFloat, kOptional);
+}
+
+void validate_adjoint_summary(const Plan& plan, const cp::AdjointSummary& t) {
+  const Checker check(plan, static_cast<int64_t>(t.sequences.size()));
+  const bool normalized = plan.problem().use_qk_l2norm;
+  check_summary(check, plan, t);
+  check.input(t.q, "q", "B T H K", Kind::kOperand, normalized ? kOptional : Presence::kRequired);
+  check.input(t.saved->q_normalized, "saved.q_normalized", "B T H K", Kind::kOperand,
+              normalized ? Presence::kRequired : kOptional);
+  check.input(t.grad_output, "do", "B T HV V", Kind::kFloat);
+  check.input(t.grad_final_state, "dht", "P HV S", Kind::kFloat, kOptional);
+  check.input(t.transition, "transition", "P HV K K", Kind::kFloat, kOptional);
+}
+
+void validate_merge(const Plan& plan, const cp::Merge& t) {
+  const int64_t count = t.summaries != nullptr && t.summaries->ndim > 0 ? t.summaries->shape[0] : 0;
+  const Checker check(plan, count);
+  check.input(t.summaries, "summaries", "P HV K V+K", Kind::kFloat);
+  check_indices(t.order, "order", count, "summaries");
+  check.output(t.state, "state", "HV S", Kind::kFloat);
 }
 
 void validate_workspace(Workspace workspace, size_t needed) {

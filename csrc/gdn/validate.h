@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/host/tensor.h"
+#include "gdn/cp/cp.h"
 #include "gdn/gdn.h"
 #include "gdn/stages.h"
 
@@ -13,6 +14,11 @@ void validate_problem(const Problem& problem);
 void validate_forward(const Plan& plan, const ForwardTensors& t);
 void validate_backward(const Plan& plan, const BackwardTensors& t);
 void validate_recurrent(const Plan& plan, const ForwardTensors& t);
+// A forward that is run in halves, and the rest of context parallelism.
+void validate_split_forward(const Plan& plan, const ForwardTensors& t);
+void validate_summary(const Plan& plan, const cp::Summary& t);
+void validate_adjoint_summary(const Plan& plan, const cp::AdjointSummary& t);
+void validate_merge(const Plan& plan, const cp::Merge& t);
 void validate_workspace(Workspace workspace, size_t needed);
 
 void validate(const Plan& plan, const stages::L2NormForward& t);

@@ -129,12 +129,11 @@ void adjoint(const Plan& plan, const BackwardInputs& in, const BackwardWorkspace
              const SequenceBlock& block, const TensorView& dh0, int worker) {
   using T = typename Policy::Scalar;
   const Problem& p = plan.problem();
-  const T scale = T(plan.scale());
   Arena scratch(ws.scratch_of(worker));
   AdjointScratch<Policy> s(scratch, p, plan.value_block());
   SequenceInputs with_grad_output = in;  // dO takes the place of V
   with_grad_output.v = in.grad_output;
-  const Tile<T> D = s.S, dO = s.V, X = s.V_new;
+  const Tile<T> D = s.S;
   const auto columns_of = [&](const TensorView& tensor, int64_t chunk) {
     return slot_matrix(tensor, plan, batch, chunk, block.head).columns_from(block.first_column);
   };
@@ -151,18 +150,8 @@ void adjoint(const Plan& plan, const BackwardInputs& in, const BackwardWorkspace
         const int64_t n = chunk.length;
         store_tile(D, p.key_dim, block.columns, columns_of(ws.dh, index));
         load_sequence_chunk(with_grad_output, rows_of(in.A, p, chunk.begin, block.head), p, chunk, block, s);
-        make_state_value_gradient<Policy>(s.worker, s.gate, s.K, D, n, p.key_dim, block.columns, X);
-        make_P<Policy>(s.worker, s.gate, s.Q, s.K_transposed, n, p.key_dim, scale, s.P);
-        multiply<Policy>(s.worker, {n, block.columns, n}, transposed(s.P), dO, X,
-                         {.accumulate = true, .triangle = Triangle::kUpperA});
-        store_tile(X, n, block.columns, columns_of(ws.dv, index));
-        multiply<Policy>(s.worker, {n, block.columns, n}, transposed(s.A), X, s.dW, {.triangle = Triangle::kUpperA});
-        retreat_state<Policy>(s.worker, s.gate, scale, s.Q, dO, n, p.key_dim, block.columns, D);
-        for (int64_t i = 0; i < n; ++i) {
-          scale_row(s.beta[i] * s.gate.from_start[i], padded(block.columns), s.dW.row(i));
-        }
-        multiply<Policy>(s.worker, {p.key_dim, block.columns, n}, transposed(s.K), s.dW, D,
-                         {.alpha = T(-1), .accumulate = true});
+        retreat_chunk<Policy>(p, n, block.columns, T(plan.scale()), true, s,
+                              [&](Tile<T> X) { store_tile(X, n, block.columns, columns_of(ws.dv, index)); });
       },
       /*reverse=*/true);
   if (dh0) {

@@ -3,7 +3,8 @@
 //   prepare   for each (chunk, key head), chunk-parallel: A for the value heads of the group
 //   advance   for each (sequence, value head, block of state columns), over the chunks in order:
 //               R = beta (V - gamma K S); V' = A R; O = scale gamma Q S + P V'; S <- total S + K^T diag(to_end) V'
-// Columns of the state never meet, so that a block of them is a unit of its own.
+// Columns of the state never meet, so that a block of them is a unit of its own. Context parallelism calls the two
+// passes one by one, with A saved between them.
 #include "gdn/cpu/kernels/kernels.h"
 #include "gdn/cpu/kernels/sequence_pass.h"
 #include "gdn/validate.h"
@@ -47,8 +48,10 @@ struct ForwardWorkspace {
   void* scratch_of(int worker) const { return static_cast<char*>(thread_scratch) + thread_bytes * worker; }
 };
 
+enum class Passes { kBoth, kPrepare, kAdvance };
+
 template <class Policy>
-void run_forward(const Plan& plan, const ForwardTensors& t, Workspace workspace) {
+void run_forward(const Plan& plan, const ForwardTensors& t, Workspace workspace, Passes passes) {
   using T = typename Policy::Scalar;
   const Problem& p = plan.problem();
   Arena arena(workspace.data);
@@ -65,7 +68,8 @@ void run_forward(const Plan& plan, const ForwardTensors& t, Workspace workspace)
                        .A = TensorView::from(t.saved != nullptr ? t.saved->A : nullptr, "A")};
   const TensorView o = TensorView::from(t.o, "o");
   const TensorView final_state = TensorView::from(t.final_state, "final_state");
-  zero_padding_rows(o, plan);
+  const bool prepares = passes != Passes::kAdvance, advances = passes != Passes::kPrepare;
+  if (advances) zero_padding_rows(o, plan);
 
   if (p.use_qk_l2norm) {
     if (t.saved != nullptr) {
@@ -74,8 +78,10 @@ void run_forward(const Plan& plan, const ForwardTensors& t, Workspace workspace)
       ws.k_normalized = TensorView::from(t.saved->k_normalized, "k_normalized");
       ws.k_rstd = TensorView::from(t.saved->k_rstd, "k_rstd");
     }
-    normalize_rows<T>(in.q, ws.q_normalized, ws.q_rstd, plan.num_threads());
-    normalize_rows<T>(in.k, ws.k_normalized, ws.k_rstd, plan.num_threads());
+    if (prepares) {
+      normalize_rows<T>(in.q, ws.q_normalized, ws.q_rstd, plan.num_threads());
+      normalize_rows<T>(in.k, ws.k_normalized, ws.k_rstd, plan.num_threads());
+    }
     in.q = ws.q_normalized;
     in.k = ws.k_normalized;
   }
@@ -85,7 +91,7 @@ void run_forward(const Plan& plan, const ForwardTensors& t, Workspace workspace)
     const auto A_of = [&](int64_t chunk, int64_t head) {
       return in.A ? rows_of(in.A, p, plan.chunks()[chunk].begin, head) : slot_matrix(ws.A, plan, batch, chunk, head);
     };
-    parallel_for(batch.num_slots(), plan.num_threads(), [&](int64_t slot, int worker) {
+    parallel_for(prepares ? batch.num_slots() : 0, plan.num_threads(), [&](int64_t slot, int worker) {
       Arena scratch(ws.scratch_of(worker));
       PrepareScratch<Policy> s(scratch, p);
       const auto [index, head] = chunk_head_of_slot(plan, batch.first_slot + slot);
@@ -102,7 +108,7 @@ void run_forward(const Plan& plan, const ForwardTensors& t, Workspace workspace)
 
     const int64_t first_unit = batch.first_pair * group * plan.value_blocks();
     const int64_t end_unit = batch.end_pair * group * plan.value_blocks();
-    parallel_for(end_unit - first_unit, plan.num_threads(), [&](int64_t unit, int worker) {
+    parallel_for(advances ? end_unit - first_unit : 0, plan.num_threads(), [&](int64_t unit, int worker) {
       Arena scratch(ws.scratch_of(worker));
       SequenceScratch<Policy> s(scratch, p, plan.value_block());
       const SequenceBlock block(plan, first_unit + unit);
@@ -136,7 +142,21 @@ size_t forward_workspace_bytes(const Plan& plan, bool saves_for_backward) {
 }
 
 void forward(const Plan& plan, const ForwardTensors& t, Workspace workspace, Stream) {
-  with_policy(plan.problem(), [&](auto policy) { run_forward<decltype(policy)>(plan, t, workspace); });
+  with_policy(plan.problem(), [&](auto policy) { run_forward<decltype(policy)>(plan, t, workspace, Passes::kBoth); });
+}
+
+size_t cp_prepare_workspace_bytes(const Plan& plan) { return forward_workspace_bytes(plan, true); }
+
+void cp_prepare(const Plan& plan, const ForwardTensors& t, Workspace workspace, Stream) {
+  with_policy(plan.problem(),
+              [&](auto policy) { run_forward<decltype(policy)>(plan, t, workspace, Passes::kPrepare); });
+}
+
+size_t cp_advance_workspace_bytes(const Plan& plan) { return forward_workspace_bytes(plan, true); }
+
+void cp_advance(const Plan& plan, const ForwardTensors& t, Workspace workspace, Stream) {
+  with_policy(plan.problem(),
+              [&](auto policy) { run_forward<decltype(policy)>(plan, t, workspace, Passes::kAdvance); });
 }
 
 }  // namespace cula::gdn::cpu::CULA_ISA

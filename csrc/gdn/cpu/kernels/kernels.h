@@ -17,4 +17,10 @@ void recurrent_forward(const Plan& plan, const ForwardTensors& t, Stream stream)
 CULA_GDN_STAGES(CULA_GDN_DECLARE_STAGE)
 #undef CULA_GDN_DECLARE_STAGE
 
+#define CULA_GDN_DECLARE_CP(function, Arguments)            \
+  size_t cp_##function##_workspace_bytes(const Plan& plan); \
+  void cp_##function(const Plan& plan, const Arguments& t, Workspace workspace, Stream stream);
+CULA_GDN_CP(CULA_GDN_DECLARE_CP)
+#undef CULA_GDN_DECLARE_CP
+
 }  // namespace cula::gdn::cpu::CULA_ISA

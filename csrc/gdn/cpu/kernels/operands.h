@@ -141,6 +141,18 @@ inline TensorView take_tensor(Arena& arena, DType dtype, std::initializer_list<i
   return view;
 }
 
+// Equally large scratch areas, one a thread.
+struct ThreadScratch {
+  char* base = nullptr;
+  size_t bytes = 0;
+
+  ThreadScratch() = default;
+  ThreadScratch(Arena& arena, size_t bytes_each, int num_threads)
+      : base(arena.take<char>(static_cast<int64_t>(bytes_each) * num_threads)), bytes(bytes_each) {}
+
+  void* of(int worker) const { return base + bytes * static_cast<size_t>(worker); }
+};
+
 // Calls body with the policy under which a problem's products run.
 template <class Body>
 void with_policy(const Problem& problem, Body&& body) {

@@ -27,6 +27,7 @@ void load_gate(const SequenceInputs& in, const Problem& problem, const ChunkRang
 struct SequenceBlock {
   int64_t sequence, head, first_column, columns;
 
+  SequenceBlock() = default;
   SequenceBlock(const Plan& plan, int64_t unit) {
     const Problem& p = plan.problem();
     const int64_t blocks = plan.value_blocks();
@@ -87,7 +88,8 @@ inline MatrixView slot_matrix(const TensorView& x, const Plan& plan, const Batch
   return {element(x, slot * x.stride[0] + head % group * x.stride[1]), x.dtype, x.stride[2], 1};
 }
 
-// Gate, beta, K, K^T and V of a chunk, and its A from where the caller says; Q too unless `q` is absent.
+// Gate, beta, K, K^T and V (zero if `v` is absent) of a chunk, and its A from where the caller says; Q too unless `q`
+// is absent.
 template <class Scratch>
 void load_sequence_chunk(const SequenceInputs& in, const MatrixView& A, const Problem& problem, const ChunkRange& chunk,
                          const SequenceBlock& block, Scratch& s) {
@@ -95,13 +97,42 @@ void load_sequence_chunk(const SequenceInputs& in, const MatrixView& A, const Pr
   load_gate(in, problem, chunk, block.head, s.gate);
   load_beta(rows_of(in.beta, problem, chunk.begin, block.head), problem, chunk.length, s.beta);
   load_tile(rows_of(in.k, problem, chunk.begin, key_head), chunk.length, problem.key_dim, s.K);
-  load_tile(rows_of(in.v, problem, chunk.begin, block.head).columns_from(block.first_column), chunk.length,
-            block.columns, s.V);
+  if (in.v) {
+    load_tile(rows_of(in.v, problem, chunk.begin, block.head).columns_from(block.first_column), chunk.length,
+              block.columns, s.V);
+  } else {
+    fill_zero(s.V, chunk.length, block.columns);
+  }
   load_tile(A, chunk.length, chunk.length, s.A);
   if (in.q) {
     transpose(s.K, chunk.length, problem.key_dim, s.K_transposed);
     load_tile(rows_of(in.q, problem, chunk.begin, key_head), chunk.length, problem.key_dim, s.Q);
   }
+}
+
+// One chunk of the adjoint recurrence, D being in S and dO, where there is a gradient of the output, in V:
+//   X = P^T dO + diag(to_end) K D;  dW = A^T X;  D <- total D + scale Q^T diag(gamma) dO - K^T diag(beta gamma) dW
+// use_X(X) sees X before dO is overwritten.
+template <class Policy, class UseX, class T = typename Policy::Scalar>
+void retreat_chunk(const Problem& problem, int64_t n, int64_t columns, T scale, bool has_grad_output,
+                   AdjointScratch<Policy>& s, UseX&& use_X) {
+  const Tile<T> D = s.S, dO = s.V, X = s.V_new;
+  const int64_t key_dim = problem.key_dim;
+  make_state_value_gradient<Policy>(s.worker, s.gate, s.K, D, n, key_dim, columns, X);
+  if (has_grad_output) {
+    make_P<Policy>(s.worker, s.gate, s.Q, s.K_transposed, n, key_dim, scale, s.P);
+    multiply<Policy>(s.worker, {n, columns, n}, transposed(s.P), dO, X,
+                     {.accumulate = true, .triangle = Triangle::kUpperA});
+  }
+  use_X(X);
+  multiply<Policy>(s.worker, {n, columns, n}, transposed(s.A), X, s.dW, {.triangle = Triangle::kUpperA});
+  if (has_grad_output) {
+    retreat_state<Policy>(s.worker, s.gate, scale, s.Q, dO, n, key_dim, columns, D);
+  } else {
+    for (int64_t p = 0; p < key_dim; ++p) scale_row(s.gate.total, padded(columns), D.row(p));
+  }
+  for (int64_t i = 0; i < n; ++i) scale_row(s.beta[i] * s.gate.from_start[i], padded(columns), s.dW.row(i));
+  multiply<Policy>(s.worker, {key_dim, columns, n}, transposed(s.K), s.dW, D, {.alpha = T(-1), .accumulate = true});
 }
 
 // Calls body(chunk, global index) for the chunks of a sequence, in order or in reverse.

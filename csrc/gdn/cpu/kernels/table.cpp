@@ -12,6 +12,10 @@ const BackendTable kTable = {.forward_workspace_bytes = forward_workspace_bytes,
 #define CULA_GDN_STAGE_ENTRY(function, Arguments) .function = function,
                              CULA_GDN_STAGES(CULA_GDN_STAGE_ENTRY)
 #undef CULA_GDN_STAGE_ENTRY
+#define CULA_GDN_CP_ENTRY(function, Arguments) \
+  .cp_##function##_workspace_bytes = cp_##function##_workspace_bytes, .cp_##function = cp_##function,
+                                 CULA_GDN_CP(CULA_GDN_CP_ENTRY)
+#undef CULA_GDN_CP_ENTRY
 };
 
 }  // namespace cula::gdn::cpu::CULA_ISA
