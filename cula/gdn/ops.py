@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cula.gdn import _arguments
 from cula.gdn.autograd import forward_operator
+from cula.gdn.autograd_cp import context_parallel
 
 __all__ = ["chunk_gated_delta_rule", "chunk_gdn"]
 
@@ -75,7 +76,13 @@ def chunk_gated_delta_rule(
             checked where that is on the CPU too; on a device it is taken on trust.
         chunk_indices: `[NT, 2]`, as of `prepare_chunk_indices`. Not needed; if given it must agree with cu_seqlens
             and chunk_size, which is checked where it is on the CPU.
-        cp_context: must be None: context parallelism between ranks is not in this version.
+        cp_context: of `cula.gdn.cp.build_cp_context`, or flash-linear-attention's own: the sequences go on on other
+            ranks. Tensors are this rank's tokens, B = 1; cu_seqlens and cu_seqlens_cpu are the context's, whatever is
+            passed. Forward and backward take one all-gather each, so every rank of the group must run both. Row n of
+            initial_state, final_state and their gradients is local sequence n: initial_state is read where the
+            sequence begins on this rank (elsewhere its row has no effect, and gradient 0), final_state is the state
+            behind this rank's last token of it, which is the sequence's own where it ends here. A context without a
+            group has no exchange: the local sequences stand alone.
         use_gate_in_kernel: the log decay is -exp(A_log) softplus(g + dt_bias).
         A_log: HV elements, float; required with use_gate_in_kernel.
         dt_bias: HV elements, float; only with use_gate_in_kernel.
@@ -94,11 +101,12 @@ def chunk_gated_delta_rule(
     Raises:
         ValueError: a shape, length or option does not fit; the message names the argument.
         TypeError: a dtype does not fit, or an unknown keyword.
-        AssertionError: K > 256; use_gate_in_kernel without A_log; cp_context with states or without cu_seqlens.
+        AssertionError: K > 256; use_gate_in_kernel without A_log; cp_context without cu_seqlens. (States with
+            cp_context, which flash-linear-attention refuses, are computed.)
         DeprecationWarning: head_first, which no longer exists, was passed.
         RuntimeError: no backend for this device in this build; lengths on a device during CUDA graph capture;
-            a gradient of a gradient.
-        NotImplementedError: cp_context, once its checks are passed; torch.vmap; forward-mode derivatives.
+            a gradient of a gradient; cp_context on a backend without it; another rank that failed.
+        NotImplementedError: torch.vmap; forward-mode derivatives.
     """
     if kwargs:
         state_v_first = _arguments.resolve_state_layout("chunk_gated_delta_rule", state_v_first, kwargs)
@@ -109,7 +117,9 @@ def chunk_gated_delta_rule(
     )  # fmt: skip
     _arguments.check_chunk_size(chunk_size)
     if cp_context is not None:
-        _refuse_context_parallel(cp_context, initial_state, output_final_state)
+        cu_seqlens, cu_seqlens_cpu = (getattr(cp_context, name, None) for name in ("cu_seqlens", "cu_seqlens_cpu"))
+        if cu_seqlens is None:
+            raise AssertionError("cp_context: expected a context with cu_seqlens, got one without")
     if cu_seqlens is None and (cu_seqlens_cpu is not None or chunk_indices is not None):
         name = "chunk_indices" if cu_seqlens_cpu is None else "cu_seqlens_cpu"
         raise ValueError(f"{name}: expected cu_seqlens with it, got it alone")
@@ -123,23 +133,18 @@ def chunk_gated_delta_rule(
 
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     saves = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    o, final_state, *_ = forward_operator(saves)(
-        *inputs, cu_seqlens, cu_seqlens_cpu, chunk_indices, output_final_state, saves,
+    options = (
         scale, chunk_size, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
         state_v_first, "auto" if backend is None else backend,
     )  # fmt: skip
+    if cp_context is not None and cp_context.group is not None:
+        return context_parallel(  # type: ignore[no-any-return]
+            cp_context, inputs, chunk_indices, output_final_state, saves, options
+        )
+    o, final_state, *_ = forward_operator(saves)(
+        *inputs, cu_seqlens, cu_seqlens_cpu, chunk_indices, output_final_state, saves, *options
+    )
     return o, final_state
-
-
-def _refuse_context_parallel(cp_context: Any, initial_state: Tensor | None, output_final_state: bool) -> NoReturn:
-    """What flash-linear-attention refuses by its own exceptions first, so that callers' handling of those holds."""
-    if initial_state is not None:
-        raise AssertionError("initial_state: expected None with cp_context, got a tensor")
-    if output_final_state:
-        raise AssertionError("output_final_state: expected False with cp_context, got True")
-    if getattr(cp_context, "cu_seqlens", None) is None:
-        raise AssertionError("cp_context: expected a context with cu_seqlens, got one without")
-    raise NotImplementedError("cp_context: context parallelism between ranks is not in this version; expected None")
 
 
 chunk_gdn = chunk_gated_delta_rule
