@@ -44,7 +44,7 @@ struct Summary {
   const DLTensor* dt_bias = nullptr;        // ..
   const SavedTensors* saved = nullptr;      // A, and k_normalized with use_qk_l2norm, as prepare left them
   const DLTensor* initial_state = nullptr;  // [P, HV, K, V] float type: S_ext starts from it; optional, zero if absent
-  std::vector<int64_t> sequences;           // P indices into Plan::sequences()
+  std::vector<int64_t> sequences = {};      // P indices into Plan::sequences()
   DLTensor* summary = nullptr;              // [P, HV, K, V + K] float32 (float64 for float64 problems)
   const DLTensor* cu_seqlens = nullptr;     // as in forward
 };
@@ -65,8 +65,8 @@ struct AdjointSummary {
   // [P, HV, K, K] float type: M of the same sequences, as in the last K columns of their summaries. Its transpose is
   // dM, which then is not computed again. Optional.
   const DLTensor* transition = nullptr;
-  std::vector<int64_t> sequences;  // P indices into Plan::sequences()
-  DLTensor* summary = nullptr;     // [P, HV, K, V + K] float32 (float64 for float64 problems)
+  std::vector<int64_t> sequences = {};  // P indices into Plan::sequences()
+  DLTensor* summary = nullptr;          // [P, HV, K, V + K] float32 (float64 for float64 problems)
   const DLTensor* cu_seqlens = nullptr;
 };
 void summarize_adjoint(const Plan& plan, const AdjointSummary& t, Workspace workspace, Stream stream = nullptr);
@@ -75,7 +75,7 @@ size_t summarize_adjoint_workspace_bytes(const Plan& plan);
 // state <- M_i state + S_ext,i for the entries i of `order`, from zero; so M of the first one is not read.
 struct Merge {
   const DLTensor* summaries = nullptr;  // [P, HV, K, V + K] float type
-  std::vector<int64_t> order;           // indices into the first dimension; none: the state is zero
+  std::vector<int64_t> order = {};      // indices into the first dimension; none: the state is zero
   DLTensor* state = nullptr;            // [HV, K, V] ([HV, V, K] with state_v_first) float type
 };
 void merge(const Plan& plan, const Merge& t, Workspace workspace, Stream stream = nullptr);
