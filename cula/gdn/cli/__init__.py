@@ -1,11 +1,12 @@
-"""The command `cula-gdn`: what this installation is (info), whether it computes right (check), how fast (bench)."""
+"""The command `cula-gdn`: what this installation is (info), whether it computes right (check), how fast
+(bench), and what context parallelism makes of it (cp-sim)."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 
-from cula.gdn.cli import bench, check, info
+from cula.gdn.cli import bench, check, cp_sim, info
 
 __all__ = ["main"]
 
@@ -15,7 +16,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="cula-gdn", description="The Gated DeltaNet operator: information, checks, timing."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (info, check, bench):
+    for module in (info, check, bench, cp_sim):
         module.add_command(commands)
     return parser
 
