@@ -120,6 +120,8 @@ def chunk_gated_delta_rule(
         cu_seqlens, cu_seqlens_cpu = (getattr(cp_context, name, None) for name in ("cu_seqlens", "cu_seqlens_cpu"))
         if cu_seqlens is None:
             raise AssertionError("cp_context: expected a context with cu_seqlens, got one without")
+        if not hasattr(cp_context, "group"):
+            raise TypeError(f"cp_context: expected one of build_cp_context, got a {type(cp_context).__name__}")
     if cu_seqlens is None and (cu_seqlens_cpu is not None or chunk_indices is not None):
         name = "chunk_indices" if cu_seqlens_cpu is None else "cu_seqlens_cpu"
         raise ValueError(f"{name}: expected cu_seqlens with it, got it alone")

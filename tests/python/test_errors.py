@@ -64,22 +64,12 @@ REJECTED = {
     "chunk_size": (dict(valid(), chunk_size=48), ValueError, "^chunk_size: expected 16, 32 or 64, got 48"),
     "chunk_size_zero": (dict(valid(), chunk_size=0), ValueError, "^chunk_size: .* got 0"),
     "chunk_size_negative": (dict(valid(), chunk_size=-64), ValueError, "^chunk_size: .* got -64"),
-    "case_51_cp_initial_state": (
-        dict(valid(), cp_context=context(offsets([70]))),
-        AssertionError,
-        "^initial_state: .*cp_context",
-    ),
-    "case_51_cp_final_state": (
-        dict(WITHOUT_STATE, cp_context=context(offsets([70])), output_final_state=True),
-        AssertionError,
-        "^output_final_state: .*cp_context",
-    ),
     "cp_without_lengths": (dict(WITHOUT_STATE, cp_context=context(None)), AssertionError, "^cp_context: .*cu_seqlens"),
     "cp_of_another_kind": (dict(WITHOUT_STATE, cp_context=True), AssertionError, "^cp_context: .*cu_seqlens"),
-    "cp_is_not_in_this_version": (
+    "cp_without_group": (
         dict(WITHOUT_STATE, cp_context=context(offsets([70]))),
-        NotImplementedError,
-        "^cp_context: .*not in this version",
+        TypeError,
+        "^cp_context: .*build_cp_context.*SimpleNamespace",
     ),
     "case_27_batch_and_cu_seqlens": (
         dict(valid(state=False), cu_seqlens=offsets([35, 35])),
