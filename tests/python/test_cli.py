@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from cula.gdn import chunk_gated_delta_rule, library_info
-from cula.gdn.cli import check, main
+from cula.gdn.cli import check, cp_sim, main
+from cula.gdn.simulation import simulate
 
 SMALL = ["--tokens", "65", "--heads", "1", "--value-heads", "2", "--key-dim", "16", "--value-dim", "16"]
 
@@ -75,6 +76,59 @@ def test_bench_compares_with_the_torch_fallback(capsys):
     assert "transformers" in capsys.readouterr().out
 
 
+CP_SIM = ["cp-sim", "--heads", "1", "--value-heads", "2", "--key-dim", "16", "--value-dim", "16"]
+
+
+def test_cp_sim_shows_partition_comparison_and_model(tmp_path, capsys):
+    results, picture = tmp_path / "results.json", tmp_path / "results.png"
+    assert main([*CP_SIM, "--links", "25", "100", "--json", str(results), "--plot", str(picture)]) == 0
+    printed = capsys.readouterr().out
+    assert "0 188 512" in printed
+    assert "4,096 bytes" in printed  # 2 heads, 16 x (16 + 16) float32
+    assert "100 GB/s" in printed
+    written = json.loads(results.read_text())
+    assert written["payload_bytes"] == 4096
+    assert [row["offsets"] for row in written["partition"]] == [[0, 512], [0, 188, 512], [0, 512], [0, 364, 512]]
+    assert [(row["pre"], row["post"]) for row in written["partition"]] == [
+        ([0], [1]),
+        ([1], [2]),
+        ([1], [1]),
+        ([2], [0]),
+    ]
+    assert [row["sends_forward"] for row in written["partition"]] == [True, True, True, False]
+    assert [row["sends_backward"] for row in written["partition"]] == [False, True, True, True]
+    assert set(written["errors"]) == {"o", "dq", "dk", "dv", "dg", "dbeta"}
+    model = written["model"]["rows"]
+    assert {row["ranks"] for row in model} == {2**i for i in range(1, 11)}
+    assert {row["tokens"] for row in model} == {2**i for i in range(15, 25)}
+    times = {(row["link_gb_per_second"], row["ranks"], row["tokens"]): row for row in model}
+    for ranks in (2, 1024):
+        # A slower link costs more, and longer sequences are shared out better.
+        assert times[25.0, ranks, 2**20]["seconds"] > times[100.0, ranks, 2**20]["seconds"]
+        assert times[25.0, ranks, 2**24]["efficiency"] > times[25.0, ranks, 2**15]["efficiency"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_cp_sim_of_other_partitions(capsys):
+    assert main([*CP_SIM, "--ranks", "2", "--layout", "zigzag", "--dtype", "float32"]) == 0
+    assert "0 512 876 1024" in capsys.readouterr().out
+    arguments = [*CP_SIM, "--ranks", "3", "--lengths", "100", "30", "--dtype", "float64", "--rank-lengths"]
+    assert main([*arguments, "64", "0", "66"]) == 0
+    assert "0 36 66" in capsys.readouterr().out
+    assert main([*arguments, "64", "64", "64"]) == 2
+    assert "rank_lengths" in capsys.readouterr().err
+
+
+def test_cp_sim_fails_for_wrong_ranks(monkeypatch, capsys):
+    def forgetful(*arguments, **keywords):
+        results = simulate(*arguments, **keywords)
+        return {name: 1.1 * x if name == "dk" else x for name, x in results.items()}
+
+    monkeypatch.setattr(cp_sim, "simulate", forgetful)
+    assert main(CP_SIM) == 1
+    assert "FAIL" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -90,6 +144,11 @@ def test_bench_compares_with_the_torch_fallback(capsys):
         (["check", "--backend", "cuda", "--device", "cpu"], "tensors on cpu, got cuda"),
         (["check", "--device", "cuda:99"], "cuda:99"),
         (["check", "--dtype", "int8"], "int8"),
+        (["cp-sim", "--ranks", "3", "--lengths", "10"], "total_tokens"),
+        (["cp-sim", "--heads", "3", "--value-heads", "4"], "multiple of --heads 3, got 4"),
+        (["cp-sim", "--links", "0"], "positive number, got '0'"),
+        (["cp-sim", "--key-dim", "300"], "256"),
+        (["cp-sim", "--plot", "/nonexistent/folder/x.png"], "/nonexistent/folder"),
         (["frobnicate"], "frobnicate"),
         ([], "COMMAND"),
     ],

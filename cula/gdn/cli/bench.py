@@ -25,6 +25,7 @@ from cula.gdn.cli.workload import (
     device_option,
     make_inputs,
     ours,
+    output_error,
     peers,
     positive,
     seconds,
@@ -154,17 +155,8 @@ def draw(rows: list[dict[str, Any]], path: Path, title: str) -> None:
 def run(options: argparse.Namespace) -> int:
     if options.value_heads % options.heads != 0:
         return fail(f"--value-heads: expected a multiple of --heads {options.heads}, got {options.value_heads}")
-    for path in (options.json, options.plot):
-        if path is not None and not path.resolve().parent.is_dir():
-            return fail(f"{path}: its folder does not exist")
-    if options.plot is not None:
-        try:
-            import matplotlib.backend_bases
-        except ImportError:
-            return fail("--plot needs matplotlib: pip install 'cula-gdn[plot]'")
-        formats = matplotlib.backend_bases.FigureCanvasBase.get_supported_filetypes()
-        if options.plot.suffix.removeprefix(".").lower() not in formats:
-            return fail(f"--plot: expected a file name that ends in one of {', '.join(formats)}, got {options.plot}")
+    if message := output_error(options.json, options.plot):
+        return fail(message)
     if message := backend_error(options.backend, options.device):
         return fail(message)
     if options.threads is not None:

@@ -21,7 +21,16 @@ from cula.gdn.autograd_cp import BackwardPass, ForwardPass
 from cula.gdn.cli.check import TOLERANCES
 from cula.gdn.cli.info import describe
 from cula.gdn.cli.terminal import make_console
-from cula.gdn.cli.workload import DTYPES, Shape, make_inputs, positive, relative_error, seconds, training_call
+from cula.gdn.cli.workload import (
+    DTYPES,
+    Shape,
+    make_inputs,
+    output_error,
+    positive,
+    relative_error,
+    seconds,
+    training_call,
+)
 from cula.gdn.cp import LAYOUTS
 from cula.gdn.simulation import SimulatedRank, simulate, simulated_ranks
 
@@ -319,14 +328,8 @@ def draw(model: Model, links: list[float], tokens: int, path: Path) -> None:
 def run(options: argparse.Namespace) -> int:
     if options.value_heads % options.heads != 0:
         return fail(f"--value-heads: expected a multiple of --heads {options.heads}, got {options.value_heads}")
-    for path in (options.json, options.plot):
-        if path is not None and not path.resolve().parent.is_dir():
-            return fail(f"{path}: its folder does not exist")
-    if options.plot is not None:
-        try:
-            import matplotlib  # noqa: F401
-        except ImportError:
-            return fail("--plot needs matplotlib: pip install 'cula-gdn[plot]'")
+    if message := output_error(options.json, options.plot):
+        return fail(message)
     dtype = DTYPES[options.dtype]
     total = sum(options.lengths)
     shape = Shape(1, total, options.heads, options.value_heads, options.key_dim, options.value_dim)

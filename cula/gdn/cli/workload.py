@@ -7,6 +7,7 @@ import inspect
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -194,6 +195,23 @@ def backend_error(backend: str, device: torch.device) -> str | None:
     if backend in allowed:
         return None
     return f"--backend: expected {' or '.join(allowed)} with tensors on {device}, got {backend}"
+
+
+def output_error(results: Path | None, plot: Path | None) -> str | None:
+    """What is wrong with the files that a command is to write, if anything: found before the work is done."""
+    for path in (results, plot):
+        if path is not None and not path.resolve().parent.is_dir():
+            return f"{path}: its folder does not exist"
+    if plot is None:
+        return None
+    try:
+        import matplotlib.backend_bases
+    except ImportError:
+        return "--plot needs matplotlib: pip install 'cula-gdn[plot]'"
+    formats = matplotlib.backend_bases.FigureCanvasBase.get_supported_filetypes()
+    if plot.suffix.removeprefix(".").lower() not in formats:
+        return f"--plot: expected a file name that ends in one of {', '.join(formats)}, got {plot}"
+    return None
 
 
 def device_option(text: str) -> torch.device:
