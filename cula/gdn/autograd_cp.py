@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from cula.gdn import _arguments, _native
 from cula.gdn.autograd import NUM_DIFFERENTIABLE, OptionalTensors
@@ -432,7 +433,8 @@ class _ContextParallelFunction(torch.autograd.Function):
         return *(None,) * (len(ctx.needs_input_grad) - NUM_DIFFERENTIABLE), *gradients
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+# Compiled graphs break here. torch.compiler.disable would import the compiler with this module.
+@_disable_dynamo
 def context_parallel(
     context: Any,
     inputs: OptionalTensors,

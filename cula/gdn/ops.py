@@ -140,9 +140,7 @@ def chunk_gated_delta_rule(
         state_v_first, "auto" if backend is None else backend,
     )  # fmt: skip
     if cp_context is not None and cp_context.group is not None:
-        return context_parallel(  # type: ignore[no-any-return]
-            cp_context, inputs, chunk_indices, output_final_state, saves, options
-        )
+        return context_parallel(cp_context, inputs, chunk_indices, output_final_state, saves, options)
     o, final_state, *_ = forward_operator(saves)(
         *inputs, cu_seqlens, cu_seqlens_cpu, chunk_indices, output_final_state, saves, *options
     )

@@ -38,6 +38,8 @@ def rank_tokens(
 
 @dataclass(frozen=True)
 class SimulatedRank:
+    """What one rank of a simulated group holds."""
+
     context: CPContext
     partition: Partition
     tokens: Tensor  # of the stream
@@ -62,6 +64,7 @@ class SimulatedRank:
 def simulated_ranks(
     cu_seqlens: Tensor, world_size: int, layout: str = "contiguous", rank_lengths: Sequence[int] | None = None
 ) -> list[SimulatedRank]:
+    """All ranks of a group, as `build_cp_context` would partition the stream over them."""
     ranks = []
     for rank in range(world_size):
         context = get_cp_cu_seqlens(

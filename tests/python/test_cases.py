@@ -2,7 +2,8 @@
 
 Cases that stand elsewhere: 6 test_recurrent, 17 (error) 26 27 32 36 (error) 51 61 test_errors, 42 test_operator,
 45 54 56 test_autograd, 48 test_compile, 61 62 test_packaging. Those of context parallelism (22, 33, 49
-to 53) stand in test_cp and test_cp_context; those of GPUs (46, 47, 57 to 60, 63) and of device memory checks need other means.
+to 53) stand in test_cp and test_cp_context; those of GPUs (46, 47, 57 to 60, 63) and of device memory checks need other
+means.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ def in_fresh_process(code: str, folder: Path, **environment: str) -> str:
 
 
 MODULES = [
-    "cula.gdn", "cula.gdn.autograd", "cula.gdn.index", "cula.gdn.ops", "cula.gdn.plan", "cula.gdn.recurrent",
-    "cula.gdn.reference", "cula.gdn.stages",
+    "cula.gdn", "cula.gdn.autograd", "cula.gdn.autograd_cp", "cula.gdn.cp", "cula.gdn.index", "cula.gdn.ops",
+    "cula.gdn.plan", "cula.gdn.recurrent", "cula.gdn.reference", "cula.gdn.simulation", "cula.gdn.stages",
 ]  # fmt: skip
 
 
