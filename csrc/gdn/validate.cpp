@@ -249,8 +249,8 @@ void check_summary(const Checker& check, const Plan& plan, const Tensors& t) {
   check.input(t.g, "g", "B T HV", Kind::kFloat);
   check.input(t.beta, "beta", "B T HV", Kind::kFloat);
   check_gate(check, problem, t.A_log, t.dt_bias);
-  check.input(t.saved->A, "saved.A", "B T HV C", Kind::kOperand);
-  check.input(t.saved->k_normalized, "saved.k_normalized", "B T H K", Kind::kOperand, normalized);
+  check.output(t.saved->A, "saved.A", "B T HV C", Kind::kOperand);
+  check.output(t.saved->k_normalized, "saved.k_normalized", "B T H K", Kind::kOperand, normalized);
   check.output(t.summary, "summary", "P HV K V+K", Kind::kStatistic);
 }
 
@@ -343,8 +343,8 @@ void validate_adjoint_summary(const Plan& plan, const cp::AdjointSummary& t) {
   const bool normalized = plan.problem().use_qk_l2norm;
   check_summary(check, plan, t);
   check.input(t.q, "q", "B T H K", Kind::kOperand, normalized ? kOptional : Presence::kRequired);
-  check.input(t.saved->q_normalized, "saved.q_normalized", "B T H K", Kind::kOperand,
-              normalized ? Presence::kRequired : kOptional);
+  check.output(t.saved->q_normalized, "saved.q_normalized", "B T H K", Kind::kOperand,
+               normalized ? Presence::kRequired : kOptional);
   check.input(t.grad_output, "do", "B T HV V", Kind::kFloat);
   check.input(t.grad_final_state, "dht", "P HV S", Kind::kFloat, kOptional);
   check.input(t.transition, "transition", "P HV K K", Kind::kFloat, kOptional);

@@ -3,6 +3,7 @@
 
 #include <limits>
 
+#include "argument_checks.h"
 #include "operator_case.h"
 
 namespace cula::test {
@@ -139,6 +140,12 @@ Operands transition_operands(const OperatorCase& c, const Operands& x) {
   });
   result.grad_final_state = result.initial_state;
   return result;
+}
+
+Tensor normal_states(const Prepared& run, int64_t entries) {
+  const gdn::Problem& p = run.c.problem;
+  Random random(5);
+  return normal(random, stat_dtype(run.c.dtype), {entries, p.value_heads, p.key_dim, p.value_dim});
 }
 
 OperatorCase packed_case(DType dtype, int64_t chunk_size = 16) {
@@ -336,6 +343,69 @@ TEST(Summary, NumberOfThreadsChangesNoBit) {
 }
 
 // Rules ---------------------------------------------------------------------------------------------------------------
+
+// Everything that can be given is given.
+OperatorCase full_case() {
+  OperatorCase c = packed_case(DType::kFloat32);
+  c.problem.use_gate = true;
+  return c;
+}
+
+TEST(Rules, ArgumentsOfSummaries) {
+  const Prepared run(full_case());
+  const Tensor to = run.empty_summary(2), start = normal_states(run, 2);
+  Buffer workspace(cp::summarize_workspace_bytes(run.plan));
+  using T = cp::Summary;
+  check_arguments<T>(
+      run.summary_arguments({0, 3}, start, to),
+      {required<&T::k>("k"), required<&T::v>("v"), required<&T::g>("g"), required<&T::beta>("beta"),
+       required<&T::A_log>("A_log", "AssertionError"), optional<&T::dt_bias>("dt_bias"),
+       optional<&T::initial_state>("initial_state"), required<&T::summary>("summary")},
+      [&](const T& t) { cp::summarize(run.plan, t, {.data = workspace.data(), .bytes = workspace.bytes()}); },
+      [&] { return to.untouched(); });
+}
+
+TEST(Rules, ArgumentsOfAdjointSummaries) {
+  const Prepared run(full_case());
+  const Tensor to = run.empty_summary(2), start = normal_states(run, 2);
+  const Tensor transition = transition_part(run, run.summary({0, 3}));
+  Buffer workspace(cp::summarize_adjoint_workspace_bytes(run.plan));
+  using T = cp::AdjointSummary;
+  check_arguments<T>(
+      run.adjoint_arguments({0, 3}, start, transition, to),
+      {required<&T::q>("q"), required<&T::k>("k"), required<&T::g>("g"), required<&T::beta>("beta"),
+       required<&T::A_log>("A_log", "AssertionError"), optional<&T::dt_bias>("dt_bias"),
+       required<&T::grad_output>("do"), optional<&T::grad_final_state>("dht"), optional<&T::transition>("transition"),
+       required<&T::summary>("summary")},
+      [&](const T& t) { cp::summarize_adjoint(run.plan, t, {.data = workspace.data(), .bytes = workspace.bytes()}); },
+      [&] { return to.untouched(); });
+}
+
+TEST(Rules, SavedTensorsOfBothSummaries) {
+  OperatorCase c = full_case();
+  c.problem.use_qk_l2norm = true;
+  Prepared run(c);
+  const Tensor to = run.empty_summary(1);
+  Buffer workspace(cp::summarize_adjoint_workspace_bytes(run.plan));
+  const gdn::Workspace space = {.data = workspace.data(), .bytes = workspace.bytes()};
+  using T = gdn::SavedTensors;
+  const T valid = run.saved;
+  check_arguments<T>(
+      valid, {required<&T::A>("A"), required<&T::k_normalized>("k_normalized")},
+      [&](const T& t) {
+        run.saved = t;
+        cp::summarize(run.plan, run.summary_arguments({0}, {}, to), space);
+      },
+      [&] { return to.untouched(); });
+  check_arguments<T>(
+      valid,
+      {required<&T::A>("A"), required<&T::k_normalized>("k_normalized"), required<&T::q_normalized>("q_normalized")},
+      [&](const T& t) {
+        run.saved = t;
+        cp::summarize_adjoint(run.plan, run.adjoint_arguments({0}, {}, {}, to), space);
+      },
+      [&] { return to.untouched(); });
+}
 
 TEST(Rules, OfSummaries) {
   OperatorCase c = packed_case(DType::kBFloat16);
