@@ -17,7 +17,7 @@ Plan make_plan(Request& request, const Tensor& k, const Tensor& k_normalized, co
 }
 
 void summarize_op(Request request, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor A_log, Tensor dt_bias,
-                  Tensor initial_state, Tensor A, Tensor k_normalized, Indices sequences, Tensor summary) {
+                  Tensor initial_state, Tensor A, Tensor k_normalized, const Indices& sequences, Tensor summary) {
   const Plan plan = make_plan(request, k, k_normalized, v);
   const SavedTensors saved = {.k_normalized = get(k_normalized), .A = get(A)};
   const ScratchMemory scratch(cp::summarize_workspace_bytes(plan), request.problem.device);
@@ -38,7 +38,7 @@ void summarize_op(Request request, Tensor k, Tensor v, Tensor g, Tensor beta, Te
 
 void summarize_adjoint_op(Request request, Tensor q, Tensor k, Tensor g, Tensor beta, Tensor A_log, Tensor dt_bias,
                           Tensor A, Tensor q_normalized, Tensor k_normalized, Tensor grad_output,
-                          Tensor grad_final_state, Tensor transition, Indices sequences, Tensor summary) {
+                          Tensor grad_final_state, Tensor transition, const Indices& sequences, Tensor summary) {
   const Plan plan = make_plan(request, k, k_normalized, grad_output);
   const SavedTensors saved = {.q_normalized = get(q_normalized), .k_normalized = get(k_normalized), .A = get(A)};
   const ScratchMemory scratch(cp::summarize_adjoint_workspace_bytes(plan), request.problem.device);
@@ -60,8 +60,8 @@ void summarize_adjoint_op(Request request, Tensor q, Tensor k, Tensor g, Tensor 
 }
 
 // A merge knows its states only: one sequence of one token stands for the rank's own.
-void merge_op(Request request, Tensor summaries, Indices order, Tensor state, int64_t value_heads, int64_t key_dim,
-              int64_t value_dim) {
+void merge_op(Request request, Tensor summaries, const Indices& order, Tensor state, int64_t value_heads,
+              int64_t key_dim, int64_t value_dim) {
   if (get(summaries) == nullptr) throw_type_error("summaries: expected a tensor, got None");
   request.set_sizes(1, 1, value_heads, value_heads, key_dim, value_dim);
   request.problem.dtype = get(summaries)->dtype;
