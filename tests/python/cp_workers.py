@@ -312,6 +312,18 @@ def two_contexts(group: Any, *, first: list[int], second: list[int], **sizes: An
     return results
 
 
+def running_states(group: Any, *, tokens: int, grad_states: Tensor, **sizes: Any) -> dict[str, Any]:
+    """One sequence; the loss has the state behind each rank's last token in it, with these gradients by rank."""
+    inputs, do, _ = whole_problem([tokens], {}, {}, state=True, **sizes)
+    context = make_context(group, inputs["cu_seqlens"], "contiguous", None)
+    share, own = own_share(group, inputs, context, "contiguous", None)
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in share.items()}
+    o, state = chunk_gated_delta_rule(**leaves, cp_context=context, output_final_state=True)
+    gradients = [do[:, own], grad_states[dist.get_rank(group)]]
+    found = torch.autograd.grad([o, state], list(leaves.values()), gradients)
+    return {"tokens": own, "ids": [0], **{f"d{name}": x for name, x in zip(leaves, found, strict=True)}}
+
+
 def refusals(group: Any) -> list[str]:
     """What wrong calls raise: all before the exchange, so that no rank waits for another."""
     lengths = [96, 32]

@@ -306,6 +306,27 @@ def test_rows_of_states_elsewhere(workers):
     assert first["dinitial_state"].any()
 
 
+def test_running_states_have_gradients_of_their_own(workers):
+    """Equal to as many calls in a row, each with the state that the one before returned."""
+    world_size, tokens = 3, 150
+    sizes = {"dtype": torch.float64, **SMALL}
+    inputs, (do, dht) = problem([tokens], states=True, **sizes)
+    grad_states = [torch.randn(dht.shape, dtype=torch.float64) for _ in range(world_size)]
+    ranks = workers.call(world_size, "running_states", tokens=tokens, grad_states=torch.stack(grad_states), **sizes)
+    leaves = {name: x.requires_grad_() for name, x in inputs.items() if name != "cu_seqlens"}
+    state, outputs = leaves["initial_state"], []
+    for rank in range(world_size):
+        share = {name: leaves[name][:, rank * 50 : (rank + 1) * 50] for name in ("q", "k", "v", "g", "beta")}
+        o, state = chunk_gated_delta_rule(**share, initial_state=state, output_final_state=True)
+        outputs += [o, state]
+    upstream = [x for rank in range(world_size) for x in (do[:, rank * 50 : (rank + 1) * 50], grad_states[rank])]
+    expected = torch.autograd.grad(outputs, list(leaves.values()), upstream)
+    together = assembled(ranks, 1)
+    assert set(together) == {f"d{name}" for name in leaves}
+    for name, x in zip(leaves, expected, strict=True):
+        assert relative_error(together[f"d{name}"], x) < 1e-13, name
+
+
 @parametrize(layout=["contiguous", "zigzag"])
 @parametrize(lengths=[[16], [1, 1, 1, 13], [9] + [1] * 7])
 def test_case_52_one_or_two_tokens_a_rank(workers, lengths, layout):
