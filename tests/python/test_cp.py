@@ -197,12 +197,13 @@ def test_exchange_runs_under_the_work_that_does_not_need_it(workers):
 
 @pytest.mark.parametrize("how", ["dies", "does not come"])
 def test_lost_rank_fails_the_others_within_the_timeout(how):
-    timeout = 4.0
+    timeout = 3.0
     group = Workers(3, timeout=timeout)
     try:
-        group.start(range(3), "leave", rank=1, how=how.replace("does not come", "sleeps"), seconds=timeout + 3)
+        group.start(range(3), "leave", rank=1, how=how)
         for rank in (0, 2):
-            assert group.result(rank) < timeout + 2
+            # Far below torch's own timeout of half an hour, and far above the delays of a busy machine.
+            assert group.result(rank) < timeout + 30
     finally:
         group.close()
 
@@ -230,21 +231,39 @@ def test_mixed_group_with_plain_torch(workers, world_size, plain_ranks, lengths,
 # Cases ---------------------------------------------------------------------------------------------------------------
 
 
-@parametrize(beta=[1.0, 2.0])
-def test_case_22_transition_product_keeps_its_precision(workers, beta):
-    lengths, sizes = [4096], {"H": 1, "HV": 1, "K": 128, "V": 128, "dtype": torch.bfloat16}
+def precision_problem(tokens: int, beta: float) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Sizes and replacements: almost no decay, beta just below its limit, so that no state is ever forgotten."""
     random = torch.Generator().manual_seed(0)
     replace = {
-        "g": -2e-3 * torch.rand(1, 4096, 1, generator=random),
-        "beta": beta * (1 - 0.05 * torch.rand(1, 4096, 1, generator=random)),
+        "g": -2e-3 * torch.rand(1, tokens, 1, generator=random),
+        "beta": beta * (1 - 0.05 * torch.rand(1, tokens, 1, generator=random)),
     }
-    together = assembled(workers.call(8, "run_rank", lengths=lengths, replace=replace, **sizes), 1)
-    inputs, gradients = problem(lengths, replace=replace, **sizes)
+    return {"H": 1, "HV": 1, "K": 128, "V": 128, "dtype": torch.bfloat16}, replace
+
+
+def assert_as_precise_as_one_rank(together: Any, inputs: Any, gradients: Any) -> None:
+    """Against the chunked operator in float64: the token recurrence would take minutes for these lengths."""
     alone = run(inputs, gradients=gradients, output_final_state=False)
     double = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
     exact = run(double, gradients=gradients, output_final_state=False)
+    assert set(together) == set(exact)
     for name, x in together.items():
         assert relative_error(x, exact[name]) <= 1.5 * relative_error(alone[name], exact[name]), name
+
+
+@parametrize(beta=[1.0, 2.0])
+def test_case_22_transition_product_keeps_its_precision(workers, beta):
+    sizes, replace = precision_problem(4096, beta)
+    together = assembled(workers.call(8, "run_rank", lengths=[4096], replace=replace, **sizes), 1)
+    assert_as_precise_as_one_rank(together, *problem([4096], replace=replace, **sizes))
+
+
+@parametrize(beta=[1.0, 2.0])
+def test_case_22_at_its_full_length(beta):
+    sizes, replace = precision_problem(32768, beta)
+    inputs, gradients = problem([32768], replace=replace, **sizes)
+    together = simulate(inputs, simulated_ranks(inputs["cu_seqlens"], 8), gradients=gradients)
+    assert_as_precise_as_one_rank(together, inputs, gradients)
 
 
 @parametrize(gates=["strong", "random"])
