@@ -154,12 +154,13 @@ class Ranges:
         return *native_offsets(device, host, self.like), chunk_indices, *self.options, _native.num_threads()
 
 
-def _merge(gathered: Tensor, order: list[int], state: Tensor, options: tuple[Any, ...]) -> None:
-    """`state` [HV, K, V] (or V, K) from the entries of `order`."""
+def _merge(gathered: Tensor, order: list[int], options: tuple[Any, ...]) -> Tensor:
+    """The state that the entries of `order` make, [1, HV, K, V] (or V, K)."""
     _, HV, K, columns = gathered.shape
-    _native.cp_merge(
-        gathered, order, state, HV, K, columns - K, None, None, None, *options, _native.num_threads()
-    )  # fmt: skip
+    V = columns - K
+    state = gathered.new_empty((1, HV, V, K) if options[_STATE_V_FIRST] else (1, HV, K, V))
+    _native.cp_merge(gathered, order, state[0], HV, K, V, None, None, None, *options, _native.num_threads())
+    return state
 
 
 def _state_rows(state: Tensor | None, first: int, last: int) -> Tensor | None:
@@ -187,12 +188,11 @@ class ForwardPass:
         self.partition, self.inputs, self.options = partition, inputs, options
         partition.check_tokens(q.shape[1])
         self.ranges = Ranges(partition, q.shape[1], options, v)
-        self.v_first: bool = options[_STATE_V_FIRST]
         statistics = _arguments.statistics_dtype(q.dtype)
         self.o = q.new_empty(v.shape)
         self.final_state = None
         if output_final_state:
-            shape = _arguments.state_shape(q, v, partition.cu_seqlens, self.v_first)
+            shape = _arguments.state_shape(q, v, partition.cu_seqlens, options[_STATE_V_FIRST])
             self.final_state = q.new_empty(shape, dtype=statistics)
         # A, normalised q and k, and their 1 / norm: prepared for all tokens, then read by everything else.
         self.saved: OptionalTensors = (q.new_empty((*v.shape[:3], options[_CHUNK_SIZE])), None, None, None, None)
@@ -221,11 +221,8 @@ class ForwardPass:
             self.ranges.rows(x, n, n + 1) for x in (k, v, g, beta, A, k_normalized)
         )  # fmt: skip
         _native.cp_summarize(
-            k, v, g, beta, A_log, dt_bias, start, A, k_normalized, [0], summary, *self._shared(n, n + 1)
+            k, v, g, beta, A_log, dt_bias, start, A, k_normalized, [0], summary, *self.ranges.shared(n, n + 1)
         )  # fmt: skip
-
-    def _shared(self, first: int, last: int) -> tuple[Any, ...]:
-        return self.ranges.shared(first, last)
 
     def _advance(self, first: int, last: int, initial_state: Tensor | None) -> None:
         *tokenwise, A_log, dt_bias, _ = self.inputs
@@ -233,7 +230,7 @@ class ForwardPass:
         o, *saved = (self.ranges.rows(x, first, last) for x in (self.o, *self.saved))
         final_state = _state_rows(self.final_state, first, last)
         _native.cp_advance(
-            *rows, A_log, dt_bias, initial_state, o, final_state, *saved, *self._shared(first, last)
+            *rows, A_log, dt_bias, initial_state, o, final_state, *saved, *self.ranges.shared(first, last)
         )  # fmt: skip
 
     def _receiving(self) -> list[Hashable]:
@@ -252,11 +249,8 @@ class ForwardPass:
         for part in self.partition.parts:
             if not part.receives:
                 continue
-            HV, K, columns = self.payload.shape[1:]
-            inner = (columns - K, K) if self.v_first else (K, columns - K)
-            state = self.payload.new_empty((1, HV, *inner))
             order = [self.partition.entry(slot) for slot in range(part.slot - part.pre, part.slot)]
-            _merge(gathered, order, state[0], self.options)
+            state = _merge(gathered, order, self.options)
             self._advance(part.first_sequence, part.first_sequence + 1, state)
             self.merged[part.first_sequence] = state
 
@@ -362,11 +356,8 @@ class BackwardPass:
         for part, first, last in self._runs():
             if part is None:
                 continue
-            HV, K, columns = self.payload.shape[1:]
-            inner = (columns - K, K) if self.options[_STATE_V_FIRST] else (K, columns - K)
-            gradient = self.payload.new_empty((1, HV, *inner))
             order = [self.partition.entry(slot) for slot in range(part.slot + part.post, part.slot, -1)]
-            _merge(gathered, order, gradient[0], self.options)
+            gradient = _merge(gathered, order, self.options)
             own = _state_rows(self.grad_final_state, first, last)
             self._differentiate(first, last, gradient if own is None else gradient + own)
         for index, sums in zip((5, 6), self.parameter_sums, strict=True):
