@@ -1,0 +1,60 @@
+#include "gdn/segments.h"
+
+#include <algorithm>
+
+#include "common/host/error.h"
+
+namespace cula::gdn {
+
+namespace {
+
+constexpr int64_t kShortestSegment = 8;  // chunks: below, the ends of the pipelines and the merge outweigh the rest
+constexpr double kWorthwhile = 0.9;
+
+// Of a grid whose blocks all do `steps` chunks.
+double grid_time(const ScanWork& work, int64_t blocks, double steps) {
+  const int64_t at_once = work.multiprocessors * work.residency;
+  const int64_t waves = blocks / at_once;
+  const int64_t rest = blocks - waves * at_once;
+  const auto crowded = [&](int64_t resident) {
+    // Between one block a multiprocessor and all that fit.
+    const double share = static_cast<double>(resident - work.multiprocessors) /
+                         static_cast<double>(std::max<int64_t>(at_once - work.multiprocessors, 1));
+    return 1.0 + std::clamp(share, 0.0, 1.0) * (work.crowding - 1.0);
+  };
+  return steps * (static_cast<double>(waves) * crowded(at_once) + (rest > 0 ? crowded(rest) : 0.0));
+}
+
+}  // namespace
+
+std::string Segments::describe(int64_t longest) const {
+  if (chunks == 0) return "sequences whole";
+  return concat("segments of ", chunks, " chunks, ", of(longest), " in the longest sequence");
+}
+
+double scan_time(const ScanWork& work, const Segments& segments) {
+  const int64_t count = segments.of(work.longest);
+  if (count <= 1) return grid_time(work, work.sequences * work.blocks, static_cast<double>(work.longest));
+  const double steps = static_cast<double>(segments.chunks);
+  return grid_time(work, work.sequences * (count - 1) * work.summary_blocks, steps * work.summary_cost) +
+         static_cast<double>(count) * work.merge_cost + grid_time(work, work.sequences * count * work.blocks, steps);
+}
+
+Segments choose_segments(const ScanWork& work) {
+  Segments best;
+  if (work.sequences <= 0 || work.blocks <= 0 || work.multiprocessors <= 0) return best;
+  double least = kWorthwhile * scan_time(work, best);
+  for (int64_t count = 2; count * kShortestSegment <= work.longest; ++count) {
+    const Segments candidate = {(work.longest + count - 1) / count};
+    // More segments than the machine has places for never help again.
+    if ((count - 1) * work.sequences * work.blocks > work.multiprocessors * work.residency) break;
+    const double time = scan_time(work, candidate);
+    if (time < least) {
+      least = time;
+      best = candidate;
+    }
+  }
+  return best;
+}
+
+}  // namespace cula::gdn

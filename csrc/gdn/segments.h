@@ -1,0 +1,53 @@
+// Splitting long sequences into segments of chunks that run side by side.
+//
+// The state map of a segment is affine, S -> M S + S_ext. A pass over split sequences is three kernels: a summary
+// (S_ext and M of every segment but the last of its sequence, all at once), a merge (the state that enters each
+// segment, in order, in fp32), and the pass itself, each segment from the state that enters it. The adjoint's map has
+// the transpose of M. The split is exact: it changes the order of roundings, nothing else.
+//
+// Everything here is a pure function of sizes. The number of segments of a sequence follows from its chunks and from
+// the length of a segment alone, so kernels that read cu_seqlens on the device find the same segments for new values.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace cula::gdn {
+
+// A pass over the chunks of all sequences, as the blocks of a grid see it.
+struct ScanWork {
+  int64_t sequences = 0;        // that have tokens
+  int64_t longest = 0;          // chunks of the longest sequence
+  int64_t blocks = 0;           // that one sequence or segment keeps busy: value heads x blocks of value columns
+  int64_t summary_blocks = 0;   // the same for the summary of a segment: its state is V + K columns wide
+  double summary_cost = 1.0;    // one chunk of the summary, in chunks of the pass
+  double merge_cost = 2.0;      // one segment of the merge, in chunks of the pass
+  int64_t multiprocessors = 0;  // of the GPU that is planned for
+  int64_t residency = 1;        // blocks that share a multiprocessor
+  double crowding = 1.5;        // a chunk on a multiprocessor with all its blocks, in chunks of a block alone there
+};
+
+struct Segments {
+  int64_t chunks = 0;  // of a segment; 0: sequences run whole
+
+  explicit operator bool() const { return chunks != 0; }
+  // Segments of a sequence; one without chunks has one, which hands its state on.
+  int64_t of(int64_t sequence_chunks) const {
+    if (chunks == 0 || sequence_chunks == 0) return 1;
+    return (sequence_chunks + chunks - 1) / chunks;
+  }
+  // Places for all segments of N sequences that have `slots` places for their chunks (numbered without a prefix sum,
+  // as SequenceTable does): the segments of sequence n, whose chunks start at place p, start at floor(p / chunks) + n.
+  int64_t places(int64_t slots, int64_t sequences) const {
+    return chunks == 0 ? sequences : slots / chunks + sequences;
+  }
+  std::string describe(int64_t longest) const;
+};
+
+// Time of a pass in chunks of a block that has a multiprocessor to itself.
+double scan_time(const ScanWork& work, const Segments& segments);
+
+// The split with the least time; none unless it gains a tenth.
+Segments choose_segments(const ScanWork& work);
+
+}  // namespace cula::gdn
