@@ -50,4 +50,30 @@ double scan_time(const ScanWork& work, const Segments& segments);
 // The split with the least time; none unless it gains a tenth.
 Segments choose_segments(const ScanWork& work);
 
+// The passes of the cuda backend. Planned for a GPU of this many multiprocessors whichever it is, so that workspace
+// and results do not depend on it.
+inline constexpr int64_t kPlannedMultiprocessors = 132;
+
+struct ScanSizes {
+  int64_t sequences = 0;  // that have tokens
+  int64_t longest = 0;    // chunks of the longest sequence
+  int64_t chunks = 0;     // of all sequences
+  int64_t value_heads = 0;
+  int64_t key_dim = 0;
+  int64_t value_dim = 0;
+  int64_t element_bytes = 2;
+};
+
+struct ScanSchedule {
+  bool narrow = false;  // blocks of 32 value columns with the keys split over two warps, rather than of 64
+  Segments segments;
+
+  int64_t value_block() const { return narrow ? 32 : 64; }
+  std::string describe(int64_t longest) const;
+};
+
+// Blocks of 64 columns need registers for a whole row of the state.
+bool has_wide_blocks(int64_t key_dim, int64_t element_bytes);
+ScanSchedule choose_scan_schedule(const ScanSizes& sizes);
+
 }  // namespace cula::gdn

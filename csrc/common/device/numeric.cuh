@@ -65,6 +65,27 @@ __device__ __forceinline__ float2 unpack2(uint32_t bits) {
   }
 }
 
+// Calls f(pointer) with `data` as a pointer to its element type, so that a loop inside decides once.
+template <class F>
+__device__ __forceinline__ void with_elements(void* data, DType dtype, const F& f) {
+  switch (dtype) {
+    case DType::kBFloat16:
+      return f(static_cast<bf16*>(data));
+    case DType::kFloat16:
+      return f(static_cast<fp16*>(data));
+    case DType::kFloat64:
+      return f(static_cast<double*>(data));
+    default:
+      return f(static_cast<float*>(data));
+  }
+}
+
+__device__ __forceinline__ void assign(double& target, float value) { target = value; }
+__device__ __forceinline__ void assign(float& target, float value) { target = value; }
+__device__ __forceinline__ void assign(bf16& target, float value) { target = __float2bfloat16_rn(value); }
+__device__ __forceinline__ void assign(fp16& target, float value) { target = __float2half_rn(value); }
+__device__ __forceinline__ float to_float(double x) { return static_cast<float>(x); }
+
 __device__ __forceinline__ float load_float(const void* data, DType dtype, int64_t index) {
   switch (dtype) {
     case DType::kBFloat16:

@@ -2,6 +2,7 @@
 #include "gdn/cuda/kernel/gradient_args.h"
 #include "gdn/cuda/launch/backward.h"
 #include "gdn/cuda/launch/elementwise.h"
+#include "gdn/cuda/launch/scan.h"
 #include "gdn/cuda/operator.h"
 #include "gdn/cuda/workspace.h"
 
@@ -22,16 +23,18 @@ struct BackwardWorkspace {
   int padded_key_dim = 0;
   int64_t key_blocks = 0;
   int64_t state_elements = 0;
+  SegmentWorkspace segments;
+  float* adjoint_summary = nullptr;  // [places, HV, K, V], as segments.seeds
+  float* adjoint_seeds = nullptr;
   size_t bytes = 0;
 
-  BackwardWorkspace(const Problem& problem, DType dtype, void* data) {
-    WorkspaceCutter cutter(data);
+  BackwardWorkspace(const Problem& problem, const ScanCut& cut, DType dtype, WorkspaceCutter cutter)
+      : segments(problem, cut, cutter) {
     const int64_t rows = problem.batch * problem.tokens;
     const int64_t wide_rows = rows * problem.value_heads;
     const int64_t size = static_cast<int64_t>(dtype_size(dtype));
     const int64_t chunk = problem.chunk_size;
-    const int64_t slots = problem.sequence_offsets ? problem.tokens / chunk + problem.num_sequences()
-                                                   : problem.batch * ((problem.tokens + chunk - 1) / chunk);
+    const int64_t slots = chunk_slots(problem);
     padded_key_dim = problem.key_dim <= 64 ? 64 : (problem.key_dim <= 128 ? 128 : 256);
     key_blocks = (problem.key_dim + kRows - 1) / kRows;
     state_elements = padded_key_dim * ((problem.value_dim + kRows - 1) / kRows * kRows);
@@ -52,6 +55,10 @@ struct BackwardWorkspace {
     sums.to_end = cutter.take<float>(key_blocks * wide_rows);
     sums.beta_state = cutter.take<float>(key_blocks * wide_rows);
     sums.state = cutter.take<float>(key_blocks * sums.state_stride);
+    if (cut.schedule.segments) {
+      adjoint_summary = cutter.take<float>(segments.state_elements);
+      adjoint_seeds = cutter.take<float>(segments.state_elements);
+    }
     if (problem.use_gate) dyg = cutter.take<float>(wide_rows);
     bytes = cutter.used();
   }
@@ -60,7 +67,7 @@ struct BackwardWorkspace {
 }  // namespace
 
 size_t backward_workspace_bytes(const Plan& plan) {
-  return BackwardWorkspace(plan.problem(), element_type(plan), nullptr).bytes;
+  return BackwardWorkspace(plan.problem(), scan_cut(plan), element_type(plan), WorkspaceCutter(nullptr)).bytes;
 }
 
 void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, Stream stream_handle) {
@@ -68,7 +75,9 @@ void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, S
   const Problem& problem = call.problem;
   const device::DeviceGuard guard(problem.device.device_id);
   const auto stream = static_cast<device::Stream>(stream_handle);
-  const BackwardWorkspace space(problem, call.dtype, workspace.data);
+  const ScanCut cut = scan_cut(plan);
+  const SequenceTable segments = split_table(call.sequences, cut);
+  const BackwardWorkspace space(problem, cut, call.dtype, WorkspaceCutter(workspace.data));
   const SavedTensors& saved = *t.saved;
   const bool v_first = problem.state_v_first;
   const int key_dim = static_cast<int>(problem.key_dim);
@@ -98,7 +107,7 @@ void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, S
   prepare.factor_stride = space.sums.stride;
 
   ForwardScanArgs states;
-  states.sequences = call.sequences;
+  states.sequences = segments;
   states.value_heads = problem.value_heads;
   states.group = call.group;
   states.key_dim = key_dim;
@@ -112,9 +121,11 @@ void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, S
   states.states = space.S;
   states.state_elements = space.state_elements;
   states.residual = residual;
+  states.summary = dense_states(space.segments.summary, problem.value_heads, key_dim, value_dim + key_dim);
+  states.seeds = dense_states(space.segments.seeds, problem.value_heads, key_dim, value_dim);
 
   AdjointScanArgs adjoint;
-  adjoint.sequences = call.sequences;
+  adjoint.sequences = segments;
   adjoint.value_heads = problem.value_heads;
   adjoint.group = call.group;
   adjoint.key_dim = key_dim;
@@ -133,6 +144,8 @@ void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, S
   adjoint.state_elements = space.state_elements;
   adjoint.dW = dW;
   adjoint.dv = token_arg(t.dv, "dv", call.dtype);
+  adjoint.summary = dense_states(space.adjoint_summary, problem.value_heads, key_dim, value_dim);
+  adjoint.seeds = dense_states(space.adjoint_seeds, problem.value_heads, key_dim, value_dim);
 
   GradientArgs gradient;
   gradient.sequences = call.sequences;
@@ -166,8 +179,15 @@ void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, S
   with_element_type(call.dtype, [&](auto element) {
     using T = decltype(element);
     launch_prepare<T, GateKind::kLogDecay>(prepare, stream);
-    launch_state_scan<T>(states, stream);
-    launch_adjoint_scan<T>(adjoint, stream);
+    const bool narrow = cut.schedule.narrow;
+    if (cut.schedule.segments) {
+      launch_state_summary<T>(states, narrow, stream);
+      launch_merge(segment_merge(states), false, stream);
+      launch_adjoint_summary<T>(adjoint, narrow, stream);
+      launch_merge(segment_merge(adjoint, states), true, stream);
+    }
+    launch_state_scan<T>(states, narrow, stream);
+    launch_adjoint_scan<T>(adjoint, narrow, stream);
     launch_gradient<T>(gradient, stream);
   });
   launch_gate_gradient(gradient, stream);

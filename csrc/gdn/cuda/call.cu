@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "gdn/cuda/operator.h"
 
 namespace cula::gdn {
@@ -18,6 +20,34 @@ Call::Call(const Plan& plan, const DLTensor* cu_seqlens)
       sequences(sequence_table(plan, cu_seqlens)),
       group(problem.value_heads / problem.heads),
       token_rows(problem.batch * problem.tokens) {}
+
+ScanCut scan_cut(const Plan& plan) {
+  const Problem& problem = plan.problem();
+  ScanSizes sizes;
+  for (const SequenceRange& sequence : plan.sequences()) {
+    sizes.sequences += sequence.num_chunks > 0;
+    sizes.longest = std::max(sizes.longest, sequence.num_chunks);
+  }
+  sizes.chunks = static_cast<int64_t>(plan.chunks().size());
+  sizes.value_heads = problem.value_heads;
+  sizes.key_dim = problem.key_dim;
+  sizes.value_dim = problem.value_dim;
+  sizes.element_bytes = static_cast<int64_t>(dtype_size(from_dlpack(problem.dtype, "dtype")));
+  return {choose_scan_schedule(sizes), sizes.longest};
+}
+
+SequenceTable split_table(SequenceTable sequences, const ScanCut& cut) {
+  sequences.segment_chunks = cut.schedule.segments.chunks;
+  // Without cu_seqlens all sequences are as long as the longest.
+  sequences.segments_per_row = cut.schedule.segments.of(cut.longest);
+  return sequences;
+}
+
+int64_t chunk_slots(const Problem& problem) {
+  const int64_t chunk = problem.chunk_size;
+  return problem.sequence_offsets ? problem.tokens / chunk + problem.num_sequences()
+                                  : problem.batch * ((problem.tokens + chunk - 1) / chunk);
+}
 
 GateArgs operator_gates(const Call& call, const DLTensor* g, const DLTensor* beta, const DLTensor* A_log,
                         const DLTensor* dt_bias) {

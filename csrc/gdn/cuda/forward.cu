@@ -2,6 +2,7 @@
 #include "gdn/cuda/kernel/recurrent.cuh"
 #include "gdn/cuda/launch/elementwise.h"
 #include "gdn/cuda/launch/kernels.h"
+#include "gdn/cuda/launch/scan.h"
 #include "gdn/cuda/operator.h"
 #include "gdn/cuda/workspace.h"
 
@@ -15,10 +16,11 @@ struct ForwardWorkspace {
   void* A = nullptr;         // [B, T, HV, C] x
   void* P = nullptr;         // [B, T, HV, C] x
   float* factors = nullptr;  // [3, HV, B T]
+  SegmentWorkspace segments;
   size_t bytes = 0;
 
-  ForwardWorkspace(const Problem& problem, DType dtype, bool saves, void* data) {
-    WorkspaceCutter cutter(data);
+  ForwardWorkspace(const Problem& problem, const ScanCut& cut, DType dtype, bool saves, WorkspaceCutter cutter)
+      : segments(problem, cut, cutter) {
     const int64_t rows = problem.batch * problem.tokens;
     const size_t size = dtype_size(dtype);
     if (problem.use_qk_l2norm && !saves) {
@@ -45,7 +47,9 @@ RowsArg dense_rows(void* data, DType dtype, int64_t rows, int64_t columns) {
 }  // namespace
 
 size_t forward_workspace_bytes(const Plan& plan, bool saves_for_backward) {
-  return ForwardWorkspace(plan.problem(), element_type(plan), saves_for_backward, nullptr).bytes;
+  return ForwardWorkspace(plan.problem(), scan_cut(plan), element_type(plan), saves_for_backward,
+                          WorkspaceCutter(nullptr))
+      .bytes;
 }
 
 void forward(const Plan& plan, const ForwardTensors& t, Workspace workspace, Stream stream_handle) {
@@ -54,7 +58,8 @@ void forward(const Plan& plan, const ForwardTensors& t, Workspace workspace, Str
   const device::DeviceGuard guard(problem.device.device_id);
   const auto stream = static_cast<device::Stream>(stream_handle);
   const bool saves = t.saved != nullptr;
-  const ForwardWorkspace space(problem, call.dtype, saves, workspace.data);
+  const ScanCut cut = scan_cut(plan);
+  const ForwardWorkspace space(problem, cut, call.dtype, saves, WorkspaceCutter(workspace.data));
   const int64_t rows = call.token_rows;
   const int key_dim = static_cast<int>(problem.key_dim);
 
@@ -91,7 +96,7 @@ void forward(const Plan& plan, const ForwardTensors& t, Workspace workspace, Str
   prepare.factor_stride = rows * problem.value_heads;
 
   ForwardScanArgs scan;
-  scan.sequences = call.sequences;
+  scan.sequences = split_table(call.sequences, cut);
   scan.value_heads = problem.value_heads;
   scan.group = call.group;
   scan.key_dim = key_dim;
@@ -107,11 +112,17 @@ void forward(const Plan& plan, const ForwardTensors& t, Workspace workspace, Str
   scan.initial_state = state_arg(t.initial_state, "initial_state", problem.state_v_first);
   scan.final_state = state_arg(t.final_state, "final_state", problem.state_v_first);
   scan.o = token_arg(t.o, "o", call.dtype);
+  scan.summary = dense_states(space.segments.summary, problem.value_heads, key_dim, problem.value_dim + key_dim);
+  scan.seeds = dense_states(space.segments.seeds, problem.value_heads, key_dim, problem.value_dim);
 
   with_element_type(call.dtype, [&](auto element) {
     using T = decltype(element);
     launch_prepare<T, GateKind::kLogDecay>(prepare, stream);
-    launch_forward_scan<T>(scan, stream);
+    if (cut.schedule.segments) {
+      launch_state_summary<T>(scan, cut.schedule.narrow, stream);
+      launch_merge(segment_merge(scan), false, stream);
+    }
+    launch_forward_scan<T>(scan, cut.schedule.narrow, stream);
   });
   launch_zero_padding(call.sequences, scan.o, problem.value_heads, problem.value_dim, stream);
 }

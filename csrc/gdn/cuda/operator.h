@@ -4,6 +4,7 @@
 #include "gdn/backend.h"
 #include "gdn/cuda/collective/gate.cuh"
 #include "gdn/cuda/launch/arguments.h"
+#include "gdn/segments.h"
 
 namespace cula::gdn::cuda {
 
@@ -17,6 +18,16 @@ struct Call {
   int64_t group;       // value heads a key head
   int64_t token_rows;  // B T
 };
+
+// How the passes of a plan run, its longest sequence in chunks, and the sequences with the segments of that.
+struct ScanCut {
+  ScanSchedule schedule;
+  int64_t longest = 0;
+};
+ScanCut scan_cut(const Plan& plan);
+SequenceTable split_table(SequenceTable sequences, const ScanCut& cut);
+// Of any plan, before there is a tensor.
+int64_t chunk_slots(const Problem& problem);
 
 // Calls f(T{}) for the element type T of the problem.
 template <class F>

@@ -112,14 +112,18 @@ void meet_warp(const char* operation, void* mine, const std::function<void(void*
   while (meeting.round == round) yield();
 }
 
-void meet_block(int barrier, int threads) {
+void arrive_block(int barrier, int threads) {
   Meeting& meeting = g.barriers[barrier];
   if (++meeting.arrived == threads) {
     meeting.arrived = 0;
     ++meeting.round;
-    return;
   }
+}
+
+void meet_block(int barrier, int threads) {
+  Meeting& meeting = g.barriers[barrier];
   const uint64_t round = meeting.round;
+  arrive_block(barrier, threads);
   while (meeting.round == round) yield();
 }
 

@@ -52,6 +52,7 @@ void yield();
 // All lanes of the warp meet; `combine` sees what each brought.
 void meet_warp(const char* operation, void* mine, const std::function<void(void* const*)>& combine);
 void meet_block(int barrier, int threads);
+void arrive_block(int barrier, int threads);  // is counted in and goes on
 void run_grid(int64_t blocks, int threads, size_t shared_bytes, const std::function<void()>& kernel);
 
 inline float uint_as_float(unsigned bits) {

@@ -55,9 +55,16 @@ struct SequenceTable {
   int64_t num_sequences = 0;
   int64_t tokens = 0;  // in a row of the batch
   int64_t slots_per_row = 0;
+  // Chunks of a segment; 0: sequences are not split. Segments have places as chunks have slots (gdn/segments.h).
+  int64_t segment_chunks = 0;
+  int64_t segments_per_row = 1;
 
   __host__ __device__ int64_t num_slots() const {
     return offsets ? tokens / chunk_size + num_sequences : num_sequences * slots_per_row;
+  }
+  __host__ __device__ int64_t num_segment_places() const {
+    if (segment_chunks == 0) return num_sequences;
+    return offsets ? num_slots() / segment_chunks + num_sequences : num_sequences * segments_per_row;
   }
   // Clamped, so that wrong values on the device can not lead outside the tensors.
   __device__ int64_t boundary(int64_t n) const {
@@ -71,6 +78,16 @@ struct Sequence {
   int64_t begin;   // first token, in its row of the batch
   int64_t length;  // tokens
   int64_t first_slot;
+};
+
+// Chunks [first_chunk, first_chunk + num_chunks) of a sequence.
+struct Segment {
+  int64_t sequence_index;
+  Sequence sequence;
+  int64_t first_chunk;
+  int num_chunks;
+  bool first;  // of its sequence
+  bool last;
 };
 
 struct Chunk {
@@ -88,6 +105,21 @@ __device__ __forceinline__ Sequence find_sequence(const SequenceTable& table, in
   return {0, begin, end > begin ? end - begin : 0, begin / table.chunk_size + n};
 }
 
+// The last of `count` sequences whose first place is at or before this one: 32 probes a round. All lanes must call.
+template <class FirstPlace>
+__device__ __forceinline__ int64_t find_owner(int64_t count, int64_t place, const FirstPlace& first_place) {
+  int64_t low = 0;
+  while (count > 1) {
+    const int64_t step = (count + 31) / 32;
+    const int64_t probe = lane_id() * step;
+    const bool reached = probe < count && first_place(low + probe) <= place;
+    const int last = 31 - __clz(static_cast<int>(ballot(reached) | 1u));
+    low += last * step;
+    count = count - last * step < step ? count - last * step : step;
+  }
+  return low;
+}
+
 // Finds the chunk of a slot; false if the slot is empty. All lanes of the warp must call.
 __device__ __forceinline__ bool find_chunk(const SequenceTable& table, int64_t slot, Chunk& chunk) {
   if (table.offsets == nullptr) {
@@ -98,17 +130,8 @@ __device__ __forceinline__ bool find_chunk(const SequenceTable& table, int64_t s
     chunk.length = static_cast<int>(left < table.chunk_size ? left : table.chunk_size);
     return true;
   }
-  // The last sequence whose first slot is at or before this one: 32 probes a round.
-  int64_t low = 0;
-  int64_t count = table.num_sequences;
-  while (count > 1) {
-    const int64_t step = (count + 31) / 32;
-    const int64_t probe = lane_id() * step;
-    const bool reached = probe < count && table.boundary(low + probe) / table.chunk_size + low + probe <= slot;
-    const int last = 31 - __clz(static_cast<int>(ballot(reached) | 1u));
-    low += last * step;
-    count = count - last * step < step ? count - last * step : step;
-  }
+  const int64_t low = find_owner(table.num_sequences, slot,
+                                 [&](int64_t n) { return table.boundary(n) / table.chunk_size + n; });
   const Sequence sequence = find_sequence(table, low);
   chunk.sequence = low;
   chunk.batch = 0;
@@ -118,6 +141,41 @@ __device__ __forceinline__ bool find_chunk(const SequenceTable& table, int64_t s
   chunk.token = sequence.begin + done;
   chunk.length =
       static_cast<int>(sequence.length - done < table.chunk_size ? sequence.length - done : table.chunk_size);
+  return true;
+}
+
+__device__ __forceinline__ int64_t first_segment_place(const SequenceTable& table, int64_t n) {
+  if (table.segment_chunks == 0) return n;
+  if (table.offsets == nullptr) return n * table.segments_per_row;
+  return (table.boundary(n) / table.chunk_size + n) / table.segment_chunks + n;
+}
+
+__device__ __forceinline__ int64_t count_segments(const SequenceTable& table, const Sequence& sequence) {
+  const int64_t chunks = (sequence.length + table.chunk_size - 1) / table.chunk_size;
+  if (table.segment_chunks == 0 || chunks == 0) return 1;
+  return (chunks + table.segment_chunks - 1) / table.segment_chunks;
+}
+
+// Finds the segment of a place; false if the place is empty. All lanes of the warp must call.
+__device__ __forceinline__ bool find_segment(const SequenceTable& table, int64_t place, Segment& segment) {
+  int64_t owner = place;
+  if (table.segment_chunks != 0) {
+    owner = table.offsets == nullptr
+                ? place / table.segments_per_row
+                : find_owner(table.num_sequences, place, [&](int64_t n) { return first_segment_place(table, n); });
+  }
+  segment.sequence_index = owner;
+  segment.sequence = find_sequence(table, owner);
+  const int64_t index = place - first_segment_place(table, owner);
+  const int64_t count = count_segments(table, segment.sequence);
+  if (index < 0 || index >= count) return false;
+  const int64_t chunks = (segment.sequence.length + table.chunk_size - 1) / table.chunk_size;
+  segment.first_chunk = index * table.segment_chunks;
+  const int64_t left = chunks - segment.first_chunk;
+  segment.num_chunks =
+      static_cast<int>(table.segment_chunks != 0 && left > table.segment_chunks ? table.segment_chunks : left);
+  segment.first = index == 0;
+  segment.last = index == count - 1;
   return true;
 }
 

@@ -21,58 +21,58 @@ struct StatePart {
   int value_dim;
 };
 
+// Visits the elements of a warp's part that exist: visit(offset in the state, element).
+template <int kKeys, class Visit>
+__device__ __forceinline__ void visit_state(float (&s)[kKeys / 8][4], int64_t key_stride, int64_t value_stride,
+                                            const StatePart& part, const Visit& visit) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int value = part.value + fragment_row(2 * half);
+    // Keys that lie ahead, none if the value does not exist.
+    const int keys = value < part.value_dim ? part.key_dim - part.key - fragment_column(0, 0) : 0;
+    const int64_t step = opaque(key_stride);
+    int64_t at = value * value_stride + (part.key + fragment_column(0, 0)) * step;
+#pragma unroll
+    for (int i = 0; i < kKeys / 8; ++i) {
+      if (8 * i < keys) visit(at, s[i][2 * half]);
+      if (8 * i + 1 < keys) visit(at + step, s[i][2 * half + 1]);
+      at += 8 * step;
+    }
+  }
+}
+
+// From and to [sequence, head, key, value] of any float type. Without a tensor the state is zero.
 template <int kKeys>
 __device__ __forceinline__ void load_state(float (&s)[kKeys / 8][4], const TensorArg& x, const StatePart& part) {
 #pragma unroll
   for (int i = 0; i < kKeys / 8; ++i) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int key = part.key + fragment_column(i, j);
-      const int value = part.value + fragment_row(j);
-      const bool valid = x && key < part.key_dim && value < part.value_dim;
-      s[i][j] =
-          valid
-              ? x.load(part.sequence * x.stride[0] + part.head * x.stride[1] + key * x.stride[2] + value * x.stride[3])
-              : 0.0f;
-    }
+    for (int j = 0; j < 4; ++j) s[i][j] = 0.0f;
   }
+  if (!x) return;
+  with_elements(x.data, x.dtype, [&](auto* data) {
+    data += part.sequence * x.stride[0] + part.head * x.stride[1];
+    visit_state<kKeys>(s, x.stride[2], x.stride[3], part,
+                       [&](int64_t at, float& element) { element = to_float(data[at]); });
+  });
 }
 
-// Stores through put(offset, value).
-template <int kKeys, class Put>
-__device__ __forceinline__ void store_state_by(const float (&s)[kKeys / 8][4], int64_t key_stride, int64_t value_stride,
-                                               const StatePart& part, const Put& put) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int value = part.value + fragment_row(2 * half);
-    int64_t key = opaque(part.key + fragment_column(0, 0));
-    const int64_t step = opaque(key_stride);
-    int64_t at = value * value_stride + key * step;
-#pragma unroll
-    for (int i = 0; i < kKeys / 8; ++i) {
-      if (key < part.key_dim && value < part.value_dim) put(at, s[i][2 * half]);
-      if (key + 1 < part.key_dim && value < part.value_dim) put(at + step, s[i][2 * half + 1]);
-      at += 8 * step;
-      key += 8;
-    }
-  }
-}
-
-// To [sequence, head, key, value] of any float type.
 template <int kKeys>
-__device__ __forceinline__ void store_state(const float (&s)[kKeys / 8][4], const TensorArg& x, const StatePart& part) {
-  const int64_t offset = part.sequence * x.stride[0] + part.head * x.stride[1];
-  store_state_by<kKeys>(s, x.stride[2], x.stride[3], part,
-                        [&](int64_t at, float value) { x.store(offset + at, value); });
+__device__ __forceinline__ void store_state(float (&s)[kKeys / 8][4], const TensorArg& x, const StatePart& part) {
+  with_elements(x.data, x.dtype, [&](auto* data) {
+    data += part.sequence * x.stride[0] + part.head * x.stride[1];
+    visit_state<kKeys>(s, x.stride[2], x.stride[3], part,
+                       [&](int64_t at, float element) { assign(data[at], element); });
+  });
 }
 
 // To [batch, chunk, head, key, value] of T, at a chunk and head.
 template <class T, int kKeys>
-__device__ __forceinline__ void store_chunk_state(const float (&s)[kKeys / 8][4], const TensorArg& x, int64_t offset,
+__device__ __forceinline__ void store_chunk_state(float (&s)[kKeys / 8][4], const TensorArg& x, int64_t offset,
                                                   const StatePart& part) {
   T* target = static_cast<T*>(x.data) + offset;
-  store_state_by<kKeys>(s, x.stride[3], x.stride[4], part,
-                        [&](int64_t at, float value) { target[at] = from_float<T>(value); });
+  visit_state<kKeys>(s, x.stride[3], x.stride[4], part,
+                     [&](int64_t at, float element) { target[at] = from_float<T>(element); });
 }
 
 // The state as an operand of other kernels: rounded to T, in blocks of 8 values x 8 keys, so that a warp's stores are
@@ -141,34 +141,89 @@ __device__ __forceinline__ void to_fragments(FragmentA<T> (&a)[4], const TokenCo
   for (int i = 0; i < 4; ++i) a[i] = to_a<T>(c[2 * i], c[2 * i + 1]);
 }
 
-// c += w m^T for a lower triangular m [64][64]: c_i gathers columns j <= i.
-template <class T>
-__device__ __forceinline__ void multiply_lower(TokenColumns& c, const TokenColumns& w, const T* m) {
+// c += w m^T for a lower triangular m [64][64]: c_i gathers columns j <= i. With fewer tiles than 8, c holds the columns
+// from `first` on.
+template <class T, int kTiles>
+__device__ __forceinline__ void multiply_lower(float (&c)[kTiles][4], const TokenColumns& w, const T* m,
+                                               int first = 0) {
 #pragma unroll
   for (int k = 0; k < kRows; k += 16) {
     const FragmentA<T> a = to_a<T>(w[k / 8], w[k / 8 + 1]);
 #pragma unroll
-    for (int n = k; n < kRows; n += 16) mma(c[n / 8], c[n / 8 + 1], a, load_b<kPitch<kRows>>(m, n, k));
+    for (int n = 0; n < 8 * kTiles; n += 16) {
+      if (first + n >= k) mma(c[n / 8], c[n / 8 + 1], a, load_b<kPitch<kRows>>(m, first + n, k));
+    }
   }
 }
 
 // c += w m for a lower triangular m [64][64]: c_j gathers columns i >= j.
 template <class T>
-__device__ __forceinline__ void multiply_lower_transposed(TokenColumns& c, const TokenColumns& w, const T* m) {
+__device__ __forceinline__ void multiply_lower_transposed(TokenColumns& c, const FragmentA<T> (&w)[4], const T* m) {
 #pragma unroll
   for (int k = 0; k < kRows; k += 16) {
-    const FragmentA<T> a = to_a<T>(w[k / 8], w[k / 8 + 1]);
 #pragma unroll
-    for (int n = 0; n <= k; n += 16) mma(c[n / 8], c[n / 8 + 1], a, load_b_transposed<kPitch<kRows>>(m, n, k));
+    for (int n = 0; n <= k; n += 16) mma(c[n / 8], c[n / 8 + 1], w[k / 16], load_b_transposed<kPitch<kRows>>(m, n, k));
+  }
+}
+
+// Multiplies each token's column by its entry of `factors`.
+template <int kTiles>
+__device__ __forceinline__ void scale_columns(float (&c)[kTiles][4], const float* factors) {
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+    const float2 f = *reinterpret_cast<const float2*>(factors + 8 * n + 2 * (lane_id() & 3));
+    c[n][0] *= f.x;
+    c[n][1] *= f.y;
+    c[n][2] *= f.x;
+    c[n][3] *= f.y;
   }
 }
 
 // Columns of 16 values out of a tile of tokens.
-template <class T>
+template <class T, int kTilePitch = kPitch<kRows>>
 __device__ __forceinline__ void load_columns(TokenColumns& c, const T* tile, int value) {
 #pragma unroll
   for (int n = 0; n < 8; n += 2) {
-    from_a<T>(load_a_transposed<kPitch<kRows>>(tile, value, 8 * n), c[n], c[n + 1]);
+    from_a<T>(load_a_transposed<kTilePitch>(tile, value, 8 * n), c[n], c[n + 1]);
+  }
+}
+
+// The same as operands.
+template <class T, int kTilePitch>
+__device__ __forceinline__ void load_column_fragments(FragmentA<T> (&a)[4], const T* tile, int value) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) a[i] = load_a_transposed<kTilePitch>(tile, value, 16 * i);
+}
+
+// Multiplies each token's column by its entry of `factors` [64].
+template <class T>
+__device__ __forceinline__ void scale_fragments(FragmentA<T> (&a)[4], const float* factors) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    float c[2][4];
+    from_a<T>(a[i], c[0], c[1]);
+    scale_columns(c, factors + 16 * i);
+    a[i] = to_a<T>(c[0], c[1]);
+  }
+}
+
+// c <- beta (columns of 16 values out of a tile of tokens - decay c), with the factors of the tokens [64].
+template <class T, int kTilePitch>
+__device__ __forceinline__ void take_residual(TokenColumns& c, const T* tile, int value, const float* decay,
+                                              const float* beta) {
+#pragma unroll
+  for (int n = 0; n < 8; n += 2) {
+    float x[2][4];
+    from_a<T>(load_a_transposed<kTilePitch>(tile, value, 8 * n), x[0], x[1]);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float2 d = *reinterpret_cast<const float2*>(decay + 8 * (n + i) + 2 * (lane_id() & 3));
+      const float2 b = *reinterpret_cast<const float2*>(beta + 8 * (n + i) + 2 * (lane_id() & 3));
+      c[n + i][0] = b.x * (x[i][0] - d.x * c[n + i][0]);
+      c[n + i][1] = b.y * (x[i][1] - d.y * c[n + i][1]);
+      c[n + i][2] = b.x * (x[i][2] - d.x * c[n + i][2]);
+      c[n + i][3] = b.y * (x[i][3] - d.y * c[n + i][3]);
+    }
   }
 }
 
@@ -184,18 +239,6 @@ __device__ __forceinline__ void add_columns(TokenColumns& c, const T* tile, int 
       c[n][j] = x[0][j] + factor * c[n][j];
       c[n + 1][j] = x[1][j] + factor * c[n + 1][j];
     }
-  }
-}
-
-// Multiplies each token's column by its entry of `factors` [64].
-__device__ __forceinline__ void scale_columns(TokenColumns& c, const float* factors) {
-#pragma unroll
-  for (int n = 0; n < 8; ++n) {
-    const float2 f = *reinterpret_cast<const float2*>(factors + 8 * n + 2 * (lane_id() & 3));
-    c[n][0] *= f.x;
-    c[n][1] *= f.y;
-    c[n][2] *= f.x;
-    c[n][3] *= f.y;
   }
 }
 
@@ -215,17 +258,17 @@ __device__ __forceinline__ void store_columns(const float (&c)[kTiles][4], const
   const int lane = lane_id();
   if constexpr (sizeof(T) == 2) {
     if (x.vector_bytes != 0) {
+      const int64_t step = opaque(8 * x.stride[1]);
+      const int column = 2 * (lane & 3);
+      const int rows = w.rows - (lane >> 2);  // that lie ahead
+      T* p = static_cast<T*>(x.data) + base + (lane >> 2) * x.stride[1] + column;
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
-        const int row = 8 * i + (lane >> 2);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const uint32_t bits = movmatrix_trans(pack2<T>(c[i][2 * half], c[i][2 * half + 1]));
-          const int column = 8 * half + 2 * (lane & 3);
-          if (row < w.rows && column < w.columns) {
-            *reinterpret_cast<uint32_t*>(static_cast<T*>(x.data) + base + row * x.stride[1] + column) = bits;
-          }
-        }
+        const uint32_t upper = movmatrix_trans(pack2<T>(c[i][0], c[i][1]));
+        const uint32_t lower = movmatrix_trans(pack2<T>(c[i][2], c[i][3]));
+        if (8 * i < rows && column < w.columns) *reinterpret_cast<uint32_t*>(p) = upper;
+        if (8 * i < rows && column + 8 < w.columns) *reinterpret_cast<uint32_t*>(p + 8) = lower;
+        p += step;
       }
       return;
     }

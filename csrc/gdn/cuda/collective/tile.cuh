@@ -67,6 +67,57 @@ __device__ __forceinline__ void load_tile_async(T* tile, const TensorArg& x, con
   }
 }
 
+// The same by a team of kThreads threads, of which this is number `thread`.
+template <class T, int kCols, int kVectorBytes, int kThreads>
+__device__ __forceinline__ void load_tile_async_by(T* tile, const TensorArg& x, const Window& w, int thread) {
+  using Share = RowShare<T, kCols, kVectorBytes>;
+  const T* start = static_cast<const T*>(x.data);
+  const T* base = start + x.offset(w.batch, w.token, w.head) + w.column;
+  if constexpr (kThreads >= Share::kPerRow) {
+    constexpr int kStep = kThreads / Share::kPerRow;
+    const int column = (thread & (Share::kPerRow - 1)) * Share::kElements;
+    const int row = thread / Share::kPerRow;
+    const int rows = column < w.columns ? w.rows - row : 0;  // that lie ahead and are valid
+    const int64_t stride = x.stride[1];
+    const T* source = base + row * stride + column;
+    const int64_t step = opaque(kStep * stride);
+    T* target = tile + row * kPitch<kCols> + column;
+#pragma unroll(kVectorBytes == 16 ? 8 : 1)
+    for (int i = 0; i < kRows; i += kStep) {
+      cp_async<kVectorBytes>(target + i * kPitch<kCols>, source, i < rows);  // reads nothing if masked
+      source += step;
+    }
+  } else {
+#pragma unroll 1
+    for (int i = thread; i < kRows * Share::kPerRow; i += kThreads) {
+      const int row = i / Share::kPerRow;
+      const int column = (i & (Share::kPerRow - 1)) * Share::kElements;
+      const bool valid = row < w.rows && column < w.columns;
+      cp_async<kVectorBytes>(tile + row * kPitch<kCols> + column, valid ? base + row * x.stride[1] + column : start,
+                             valid);
+    }
+  }
+}
+
+template <class T, int kCols, int kThreads>
+__device__ __forceinline__ void load_tile_by(T* tile, const TensorArg& x, const Window& w, int thread) {
+  if (x.vector_bytes == 16) {
+    load_tile_async_by<T, kCols, 16, kThreads>(tile, x, w, thread);
+  } else if (x.vector_bytes == 4) {
+    load_tile_async_by<T, kCols, 4, kThreads>(tile, x, w, thread);
+  } else {
+    const int64_t base = opaque(x.offset(w.batch, w.token, w.head)) + w.column * x.stride[3];
+#pragma unroll 1
+    for (int i = thread; i < kRows * kCols; i += kThreads) {
+      const int row = i / kCols;
+      const int column = i - row * kCols;
+      const bool valid = row < w.rows && column < w.columns;
+      tile[row * kPitch<kCols> + column] =
+          from_float<T>(valid ? x.load(base + row * x.stride[1] + column * x.stride[3]) : 0.0f);
+    }
+  }
+}
+
 // By all threads of the block. Visible after cp_async_commit, cp_async_wait and a barrier.
 template <class T, int kCols>
 __device__ __forceinline__ void load_tile(T* tile, const TensorArg& x, const Window& w) {

@@ -1,7 +1,7 @@
-#include "gdn/cuda/launch/backward.cuh"
+#include "gdn/cuda/launch/scan.cuh"
 
 namespace cula::gdn::cuda {
 
-template void launch_adjoint_scan<float>(const AdjointScanArgs&, device::Stream);
+template void launch_adjoint_scan<float>(const AdjointScanArgs&, bool, device::Stream);
 
 }  // namespace cula::gdn::cuda

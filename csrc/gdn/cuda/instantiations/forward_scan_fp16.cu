@@ -1,7 +1,7 @@
-#include "gdn/cuda/launch/forward_scan.cuh"
+#include "gdn/cuda/launch/scan.cuh"
 
 namespace cula::gdn::cuda {
 
-template void launch_forward_scan<fp16>(const ForwardScanArgs&, device::Stream);
+template void launch_forward_scan<fp16>(const ForwardScanArgs&, bool, device::Stream);
 
 }  // namespace cula::gdn::cuda

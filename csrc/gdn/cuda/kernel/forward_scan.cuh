@@ -1,15 +1,17 @@
-// The recurrence over the chunks of a sequence, for one value head and a block of value columns:
+// The recurrence over the chunks of a sequence or segment, for one value head and a block of value columns:
 //
 //   W = beta (v - decay (K S));  V' = A W;  O = scale decay (Q S) + P V';  S <- chunk_decay S + K^T (to_end V')
 //
-// with the state in registers (collective/state.cuh) and all other operands in tiles that are loaded ahead. Forward
-// writes O; the backward pass runs the same recurrence for the states and V'.
+// with the state in registers (collective/state.cuh) and all other operands in tiles that a warp brings ahead
+// (collective/scan.cuh). Three kernels run it: forward writes O; the backward pass wants the states and V'; the summary
+// of a segment wants what it makes of no state, S_ext, and of any, M.
 #pragma once
 
-#include "common/device/launch.cuh"
-#include "gdn/cuda/collective/state.cuh"
+#include "gdn/cuda/collective/scan.cuh"
 
 namespace cula::gdn::cuda {
+
+enum class ScanResult { kOutput, kStates, kSummary };
 
 struct ForwardScanArgs {
   SequenceTable sequences;
@@ -18,7 +20,7 @@ struct ForwardScanArgs {
   int key_dim;
   int value_dim;
   int64_t value_blocks;
-  int depth;  // tiles of q and k on their way or in use: 1, 2 or 4
+  ScanPipeline pipeline;
   float scale;
   TensorArg q;
   TensorArg k;
@@ -28,221 +30,194 @@ struct ForwardScanArgs {
   const float* factors;  // [3][HV][B T]: decay, to_end, beta
   int64_t factor_stride;
   TensorArg initial_state;
+  TensorArg seeds;  // [places, HV, K, V] fp32: the states that enter the segments; in place of initial_state if split
   TensorArg final_state;
   TensorArg o;
-  // Without output: the states at the chunk starts, [slot][HV] blocks, and V'.
+  // kStates: the states at the chunk starts, [slot][HV] blocks, and V'.
   void* states;
   int64_t state_elements;
   TensorArg residual;
+  // kSummary: [places, HV, K, V + K] fp32, S_ext and M of every segment that another one follows.
+  TensorArg summary;
 };
 
-template <class T, bool kOutput>
-struct ForwardScanChunk {
-  Tile<T, kRows> A;
-  Tile<T, kRows> v;
-  Tile<T, kRows> P;
-  float factors[3][kRows];
-};
-template <class T>
-struct ForwardScanChunk<T, false> {
-  Tile<T, kRows> A;
-  Tile<T, kRows> v;
-  float factors[3][kRows];
-};
+template <class T, int kKeyDim, int kSplit, ScanResult kResult>
+struct ForwardScanShared {
+  struct Scores {
+    Tile<T, kRows> P;
+  };
+  struct Nothing {};
+  struct Chunk : std::conditional_t<kResult == ScanResult::kOutput, Scores, Nothing> {
+    Tile<T, kKeyDim> k;
+    Tile<T, kRows> A;
+    Tile<T, kScanValues<kSplit>> v;
+    float factors[3][kRows];  // decay, to_end, beta
+  };
+  // Of a pair of warps: K S, and Q S.
+  static constexpr int kPartialFloats = kSplit == 1 ? 0 : (kResult == ScanResult::kOutput ? 2 : 1) * kSplit * 8 * 128;
+  static constexpr bool kQueries = kResult == ScanResult::kOutput;
 
-// What one warp of a pair tells the other: K S whole, and the half of Q S that the other finishes.
-inline constexpr int kPartialFloats = (8 + 4) * 32 * 4;
-
-// The pieces that a block's shared memory is made of.
-template <class T, int kKeyDim, int kSplit, bool kOutput>
-struct ForwardScanShape {
-  static constexpr int chunk_buffers(int depth) { return !kOutput ? depth : (depth > 2 ? depth / 2 : 1); }
-  static constexpr size_t shared_bytes(int depth, int warps) {
-    return depth * sizeof(Tile<T, kKeyDim>) + chunk_buffers(depth) * sizeof(ForwardScanChunk<T, kOutput>) +
-           (kSplit == 2 ? warps * kPartialFloats * sizeof(float) : 0);
+  static constexpr size_t bytes(const ScanPipeline& pipeline) {
+    return pipeline.stages * sizeof(Chunk) + (kQueries && !pipeline.shared_tile ? sizeof(Tile<T, kKeyDim>) : 0) +
+           kComputeWarps / kSplit * kPartialFloats * sizeof(float);
   }
 };
 
-template <class T, int kKeyDim, int kSplit, bool kOutput>
-__global__ void __launch_bounds__(kSplit * 128, 1) forward_scan_kernel(const ForwardScanArgs args) {
-  using Shape = ForwardScanShape<T, kKeyDim, kSplit, kOutput>;
+template <class T, int kKeyDim, int kSplit, ScanResult kResult>
+__global__ void __launch_bounds__(kScanThreads, (kScanResidency<T, kKeyDim>))
+    forward_scan_kernel(const ForwardScanArgs args) {
+  using Shared = ForwardScanShared<T, kKeyDim, kSplit, kResult>;
+  using SharedChunk = typename Shared::Chunk;
   constexpr int kKeys = kKeyDim / kSplit;
   constexpr int kP = kPitch<kKeyDim>;
-  constexpr int kTilesPerChunk = kOutput ? 2 : 1;
-  const int warps = static_cast<int>(blockDim.x) / 32;
-  const int row_blocks = warps / kSplit;
+  constexpr int kValues = kScanValues<kSplit>;
+  constexpr int kValuePitch = kPitch<kValues>;
+  constexpr bool kOutput = kResult == ScanResult::kOutput;
+  constexpr bool kSummary = kResult == ScanResult::kSummary;
 
-  auto* tiles = reinterpret_cast<Tile<T, kKeyDim>*>(dynamic_shared_memory());
-  auto* chunks = reinterpret_cast<ForwardScanChunk<T, kOutput>*>(tiles + args.depth);
-  const int chunk_buffers = Shape::chunk_buffers(args.depth);
-  [[maybe_unused]] float* partial = reinterpret_cast<float*>(chunks + chunk_buffers);
+  auto* chunks = reinterpret_cast<SharedChunk*>(dynamic_shared_memory());
+  auto* query_tile = reinterpret_cast<Tile<T, kKeyDim>*>(chunks + args.pipeline.stages);
+  [[maybe_unused]] float* partial =
+      reinterpret_cast<float*>(query_tile + (Shared::kQueries && !args.pipeline.shared_tile ? 1 : 0));
+  T* queries = args.pipeline.shared_tile ? chunks[0].k.data : query_tile->data;
 
-  const int64_t unit = blockIdx.x / args.value_blocks;
-  const int value_block = static_cast<int>(blockIdx.x - unit * args.value_blocks);
-  const int64_t sequence_index = unit / args.value_heads;
-  const int64_t head = unit - sequence_index * args.value_heads;
+  const int map_blocks = kSummary ? (args.key_dim + kValues - 1) / kValues : 0;  // blocks of the columns of M
+  const int64_t blocks = args.value_blocks + map_blocks;
+  const int64_t unit = blockIdx.x / blocks;
+  const int block = static_cast<int>(blockIdx.x - unit * blocks);
+  const int64_t place = unit / args.value_heads;
+  const int64_t head = unit - place * args.value_heads;
   const int64_t key_head = head / args.group;
-  const Sequence sequence = find_sequence(args.sequences, sequence_index);
-  const int chunk_size = args.sequences.chunk_size;
-  const int64_t num_chunks = (sequence.length + chunk_size - 1) / chunk_size;
+  Segment segment;
+  if (!find_segment(args.sequences, place, segment)) return;
+  if (kSummary && segment.last) return;
+  const bool of_map = kSummary && block >= args.value_blocks;
+  const int block_value = (of_map ? block - static_cast<int>(args.value_blocks) : block) * kValues;
+  const int value_dim = of_map ? args.key_dim : args.value_dim;
 
-  const int half = warp_id() % kSplit;  // of the keys
+  if (is_load_warp()) {
+    const auto load_keys = [&](int c, int stage) {
+      load_tile_by<T, kKeyDim, kLoadThreads>(
+          chunks[stage].k.data, args.k,
+          chunk_window(args.sequences, segment.sequence, segment.first_chunk + c, key_head, 0, args.key_dim),
+          load_thread());
+    };
+    const auto load_queries = [&](int c) {
+      load_tile_by<T, kKeyDim, kLoadThreads>(
+          queries, args.q,
+          chunk_window(args.sequences, segment.sequence, segment.first_chunk + c, key_head, 0, args.key_dim),
+          load_thread());
+    };
+    const int columns = of_map ? 0 : value_dim - block_value;  // v is zero for M
+    const float* factors = args.factors + head * (args.factor_stride / args.value_heads);
+    const auto load_chunk = [&](int c, int stage) {
+      SharedChunk& chunk = chunks[stage];
+      load_keys(c, stage);
+      Window window = chunk_window(args.sequences, segment.sequence, segment.first_chunk + c, head, 0,
+                                   args.sequences.chunk_size);
+      load_tile_by<T, kRows, kLoadThreads>(chunk.A.data, args.A, window, load_thread());
+      if constexpr (kOutput) load_tile_by<T, kRows, kLoadThreads>(chunk.P.data, args.P, window, load_thread());
+      load_factors(chunk.factors, factors + window.batch * args.sequences.tokens + window.token, args.factor_stride,
+                   window.rows);
+      window.column = of_map ? 0 : block_value;
+      window.columns = columns;
+      load_tile_by<T, kValues, kLoadThreads>(chunk.v.data, args.v, window, load_thread());
+    };
+    bring_chunks<kOutput ? ScanQueries::kBetweenKeys : ScanQueries::kNone>(segment.num_chunks, args.pipeline, load_chunk, load_queries, load_keys);
+    return;
+  }
+
+  const int key_part = warp_id() % kSplit;
   const int row_block = warp_id() / kSplit;
-  const int block_value = value_block * 16 * row_blocks;
   const int tile_value = 16 * row_block;
-  const StatePart part = {sequence_index, head, half * kKeys, block_value + tile_value, args.key_dim, args.value_dim};
-
-  const auto window = [&](int64_t c, int64_t window_head, int column, int columns) {
-    const int64_t left = sequence.length - c * chunk_size;
-    return Window{sequence.batch,
-                  sequence.begin + c * chunk_size,
-                  static_cast<int>(left < chunk_size ? left : chunk_size),
-                  window_head,
-                  column,
-                  columns};
-  };
-  // Step s of the pipeline brings tile s: q and k of chunk after chunk, or k alone.
-  const auto issue = [&](int64_t step) {
-    const int64_t c = step / kTilesPerChunk;
-    if (c < num_chunks) {
-      T* tile = tiles[step % args.depth].data;
-      const Window keys = window(c, key_head, 0, args.key_dim);
-      if (kOutput && step % 2 == 0) {
-        load_tile<T, kKeyDim>(tile, args.q, keys);
-      } else {
-        load_tile<T, kKeyDim>(tile, args.k, keys);
-        ForwardScanChunk<T, kOutput>& chunk = chunks[c % chunk_buffers];
-        load_tile<T, kRows>(chunk.A.data, args.A, window(c, head, 0, chunk_size));
-        if constexpr (kOutput) load_tile<T, kRows>(chunk.P.data, args.P, window(c, head, 0, chunk_size));
-        const int columns = args.value_dim - block_value;
-        load_tile<T, kRows>(chunk.v.data, args.v,
-                            window(c, head, block_value, columns < 16 * row_blocks ? columns : 16 * row_blocks));
-        const float* source = args.factors + head * (args.factor_stride / args.value_heads) +
-                              sequence.batch * args.sequences.tokens + keys.token;
-        for (int i = static_cast<int>(threadIdx.x); i < 3 * kRows; i += static_cast<int>(blockDim.x)) {
-          const int row = i % kRows;
-          const bool valid = row < keys.rows;
-          cp_async<4>(&chunk.factors[0][0] + i, valid ? source + (i / kRows) * args.factor_stride + row : args.factors,
-                      valid);
-        }
-      }
-    }
-    cp_async_commit();
-  };
-  // Makes tile `step` visible, and starts the load that takes the place of the tile before it.
-  const auto advance = [&](int64_t step) {
-    if (args.depth == 1) {
-      sync_block();
-      issue(step);
-      cp_async_wait<0>();
-      sync_block();
-      return;
-    }
-    if (args.depth == 4) {
-      cp_async_wait<2>();
-    } else {
-      cp_async_wait<0>();
-    }
-    sync_block();
-    issue(step + args.depth - 1);
-  };
-
+  StatePart part = {segment.sequence_index, head,         key_part * kKeys, block_value + tile_value,
+                    args.key_dim,           value_dim};
   float s[kKeys / 8][4];
-  load_state<kKeys>(s, args.initial_state, part);
-  for (int step = 0; step < args.depth - 1; ++step) issue(step);
-
-  for (int64_t c = 0; c < num_chunks; ++c) {
-    TokenColumns w;
-    [[maybe_unused]] TokenColumns o;
-    if constexpr (kOutput) {
-      advance(2 * c);
-      clear(o);
-      multiply_state<T, kP, kKeys>(o, s, tiles[2 * c % args.depth].data, part.key);
-    }
-    const int64_t step = c * kTilesPerChunk + kTilesPerChunk - 1;
-    advance(step);
-    const T* k = tiles[step % args.depth].data;
-    const ForwardScanChunk<T, kOutput>& chunk = chunks[c % chunk_buffers];
-    if constexpr (!kOutput) {
-      const int64_t place = (sequence.first_slot + c) * args.value_heads + head;
-      store_state_blocks<T, kKeyDim, kKeys>(s, static_cast<T*>(args.states) + place * args.state_elements, part);
-    }
-
-    clear(w);
-    multiply_state<T, kP, kKeys>(w, s, k, part.key);
-    [[maybe_unused]] float o_half[4][4];  // with split keys: the 32 tokens whose output this warp finishes
-    if constexpr (kSplit == 2) {
-      float* mine = partial + warp_id() * kPartialFloats;
-      const float* other = partial + (warp_id() ^ 1) * kPartialFloats;
-      write_partial(mine, w);
-      if constexpr (kOutput) {
-        float theirs[4][4];
+  if constexpr (kSummary) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < kKeys / 8; ++i) {
 #pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            o_half[i][j] = half == 0 ? o[i][j] : o[i + 4][j];
-            theirs[i][j] = half == 0 ? o[i + 4][j] : o[i][j];
-          }
-        }
-        write_partial(mine + 8 * 32 * 4, theirs);
+      for (int j = 0; j < 4; ++j) {
+        s[i][j] = of_map && part.key + fragment_column(i, j) == part.value + fragment_row(j) ? 1.0f : 0.0f;
       }
-      sync_named(1 + row_block, 64);
-      add_partial(w, other);
-      if constexpr (kOutput) add_partial(o_half, other + 8 * 32 * 4);
     }
+  } else if (args.seeds) {
+    StatePart entry = part;
+    entry.sequence = place;
+    load_state<kKeys>(s, args.seeds, entry);
+  } else {
+    load_state<kKeys>(s, args.initial_state, part);
+  }
 
-    // W = beta (v - decay U)
-    scale_columns(w, chunk.factors[0]);
-    add_columns<T>(w, chunk.v.data, tile_value, -1.0f);
-    scale_columns(w, chunk.factors[2]);
+  [[maybe_unused]] float* pair_partial = partial + row_block * Shared::kPartialFloats;
+  ScanConsumer consumer(segment.num_chunks, args.pipeline);
+  for (int c = 0; c < segment.num_chunks; ++c) {
+    const SharedChunk& chunk = chunks[consumer.stage()];
+    if constexpr (kResult == ScanResult::kStates) {
+      const int64_t slot = segment.sequence.first_slot + segment.first_chunk + c;
+      store_state_blocks<T, kKeyDim, kKeys>(
+          s, static_cast<T*>(args.states) + (slot * args.value_heads + head) * args.state_elements, part);
+    }
+    consumer.wait_chunk();
 
-    // V' = A W
+    TokenColumns w;
+    clear(w);
+    multiply_state<T, kP, kKeys>(w, s, chunk.k.data, part.key);
+    if constexpr (kSplit > 1) exchange_partials<kSplit>(pair_partial, w, key_part, row_block);
+    take_residual<T, kValuePitch>(w, chunk.v.data, tile_value, chunk.factors[0], chunk.factors[2]);
     TokenColumns v;
     clear(v);
     multiply_lower<T>(v, w, chunk.A.data);
 
-    const Window rows = window(c, head, part.value, args.value_dim - part.value);
-    if constexpr (!kOutput) {
-      if (half == 0) store_columns<T>(v, args.residual, rows);
-    } else if constexpr (kSplit == 1) {
-      scale_columns(o, chunk.factors[0]);
-      scale(o, args.scale);
-      multiply_lower<T>(o, v, chunk.P.data);
-      store_columns<T>(o, args.o, rows);
-    } else {
-      const int first = 32 * half;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 f = *reinterpret_cast<const float2*>(chunk.factors[0] + first + 8 * i + 2 * (lane_id() & 3));
-        o_half[i][0] *= f.x;
-        o_half[i][1] *= f.y;
-        o_half[i][2] *= f.x;
-        o_half[i][3] *= f.y;
+    const Window rows = chunk_window(args.sequences, segment.sequence, segment.first_chunk + c, head, part.value,
+                                     value_dim - part.value);
+    if constexpr (kResult == ScanResult::kStates) {
+      if (key_part == 0) store_columns<T>(v, args.residual, rows);
+    }
+    if constexpr (kOutput) {
+      TokenColumns all;
+      clear(all);
+      consumer.wait_queries();
+      multiply_state<T, kP, kKeys>(all, s, queries, part.key);
+      consumer.release_queries();
+      // The warps of a pair finish the output of half of the tokens each.
+      constexpr int kOutTiles = 8 / kSplit;
+      float o[kOutTiles][4];
+      const int first = 8 * kOutTiles * key_part;
+      if constexpr (kSplit > 1) {
+        exchange_partials<kSplit>(pair_partial + kSplit * 8 * 128, all, key_part, row_block);
       }
-      scale(o_half, args.scale);
 #pragma unroll
-      for (int j = 0; j < kRows; j += 16) {
-        const FragmentA<T> a = to_a<T>(v[j / 8], v[j / 8 + 1]);
+      for (int i = 0; i < kOutTiles; ++i) {
 #pragma unroll
-        for (int i = 0; i < 4; i += 2) {
-          if (first + 8 * i >= j)
-            mma(o_half[i], o_half[i + 1], a, load_b<kPitch<kRows>>(chunk.P.data, first + 8 * i, j));
+        for (int j = 0; j < 4; ++j) {
+          o[i][j] = args.scale * (kSplit == 1 || key_part == 0 ? all[i][j] : all[i + 8 - kOutTiles][j]);
         }
       }
-      Window rows_half = rows;
-      rows_half.token += first;
-      rows_half.rows -= first;
-      store_columns<T>(o_half, args.o, rows_half);
+      scale_columns(o, chunk.factors[0] + first);
+      multiply_lower<T>(o, v, chunk.P.data, first);
+      Window mine = rows;
+      mine.token += first;
+      mine.rows -= first;
+      store_columns<T>(o, args.o, mine);
+      consumer.wait_keys();
     }
 
     // S <- chunk_decay S + K^T (to_end V')
-    const int last = rows.rows - 1;
-    scale(s, chunk.factors[0][last]);
+    scale(s, chunk.factors[0][rows.rows - 1]);
     scale_columns(v, chunk.factors[1]);
-    update_state<T, kP, kKeys>(s, v, k, part.key);
+    update_state<T, kP, kKeys>(s, v, chunk.k.data, part.key);
+    consumer.release_chunk();
   }
-  if (args.final_state) store_state<kKeys>(s, args.final_state, part);
+
+  if constexpr (kSummary) {
+    TensorArg target = args.summary;
+    target.data = static_cast<float*>(target.data) + (of_map ? args.value_dim : 0);
+    part.sequence = place;
+    store_state<kKeys>(s, target, part);
+  } else {
+    if (args.final_state && segment.last) store_state<kKeys>(s, args.final_state, part);
+  }
 }
 
 }  // namespace cula::gdn::cuda

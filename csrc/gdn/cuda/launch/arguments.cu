@@ -85,6 +85,18 @@ TensorArg dense_arg(void* data, DType dtype, int64_t tokens, int64_t heads, int6
   return arg;
 }
 
+TensorArg dense_states(float* data, int64_t heads, int64_t key_dim, int64_t width, int64_t column) {
+  TensorArg arg;
+  if (data == nullptr) return arg;
+  arg.data = data + column;
+  arg.dtype = DType::kFloat32;
+  arg.stride[0] = heads * key_dim * width;
+  arg.stride[1] = key_dim * width;
+  arg.stride[2] = width;
+  arg.stride[3] = 1;
+  return arg;
+}
+
 RowsArg rows_arg(const DLTensor* tensor, const char* name, bool single_elements) {
   const TensorView view = TensorView::from(tensor, name);
   RowsArg arg;

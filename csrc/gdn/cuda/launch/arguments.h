@@ -25,6 +25,10 @@ TensorArg head_arg(const DLTensor* tensor, const char* name);
 // A dense [B, T, heads, columns] tensor in the workspace.
 TensorArg dense_arg(void* data, DType dtype, int64_t tokens, int64_t heads, int64_t columns);
 
+// Dense fp32 states [.., heads, key_dim, value_dim] in the workspace, as sequence, head, key, value; of `width` columns
+// a key, of which these start at `column`.
+TensorArg dense_states(float* data, int64_t heads, int64_t key_dim, int64_t width, int64_t column = 0);
+
 RowsArg rows_arg(const DLTensor* tensor, const char* name, bool single_elements);
 
 SequenceTable sequence_table(const Plan& plan, const DLTensor* cu_seqlens);

@@ -5,30 +5,6 @@
 
 namespace cula::gdn::cuda {
 
-template <class T, int kKeyDim>
-void launch_adjoint_scan_for(AdjointScanArgs args, device::Stream stream) {
-  constexpr int kSplit = kKeySplit<kKeyDim>;
-  using Shape = AdjointScanShape<T, kKeyDim, kSplit>;
-  const auto bytes = [](const ScanShape& s) { return Shape::shared_bytes(s.depth, s.row_blocks * kSplit); };
-  const int64_t units = args.sequences.num_sequences * args.value_heads;
-  const ScanShape shape = choose_scan_shape(units, args.value_dim, device::device_limits(), bytes);
-  args.depth = shape.depth;
-  args.value_blocks = (args.value_dim + 16 * shape.row_blocks - 1) / (16 * shape.row_blocks);
-  device::launch<adjoint_scan_kernel<T, kKeyDim, kSplit>>("adjoint_scan",
-                                                          {.blocks = units * args.value_blocks,
-                                                           .threads = 32 * shape.row_blocks * kSplit,
-                                                           .shared_bytes = bytes(shape),
-                                                           .stream = stream},
-                                                          args);
-}
-
-template <class T>
-void launch_adjoint_scan(const AdjointScanArgs& args, device::Stream stream) {
-  if (args.key_dim <= 64) return launch_adjoint_scan_for<T, 64>(args, stream);
-  if (args.key_dim <= 128) return launch_adjoint_scan_for<T, 128>(args, stream);
-  return launch_adjoint_scan_for<T, 256>(args, stream);
-}
-
 template <class T>
 void launch_gradient(const GradientArgs& args, device::Stream stream) {
   const int64_t places = args.sequences.num_slots() * args.heads;

@@ -1,15 +1,12 @@
 // Launches of the backward pass.
 #pragma once
 
-#include "gdn/cuda/kernel/adjoint_scan.cuh"
 #include "gdn/cuda/kernel/gradient_args.h"
 #include "gdn/cuda/kernel/stage_backward.cuh"
 #include "gdn/cuda/launch/kernels.h"
 
 namespace cula::gdn::cuda {
 
-template <class T>
-void launch_adjoint_scan(const AdjointScanArgs& args, device::Stream stream);
 template <class T>
 void launch_gradient(const GradientArgs& args, device::Stream stream);
 

@@ -66,6 +66,7 @@ inline void sync_warp() {
 }
 inline void sync_block() { emulator::meet_block(0, static_cast<int>(blockDim.x)); }
 inline void sync_named(int id, int threads) { emulator::meet_block(id, threads); }
+inline void arrive_named(int id, int threads) { emulator::arrive_block(id, threads); }
 
 template <class T>
 inline T warp_sum(T value) {

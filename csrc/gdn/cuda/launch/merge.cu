@@ -1,0 +1,57 @@
+#include <type_traits>
+
+#include "gdn/cuda/launch/scan.h"
+
+namespace cula::gdn::cuda {
+
+namespace {
+
+template <int kKeyDim, bool kAdjoint>
+void launch_merge_for(MergeArgs args, device::Stream stream) {
+  args.value_blocks = (args.value_dim + kMergeColumns - 1) / kMergeColumns;
+  device::launch<merge_kernel<kKeyDim, kAdjoint>>(
+      kAdjoint ? "adjoint_merge" : "state_merge",
+      {.blocks = args.sequences.num_sequences * args.value_heads * args.value_blocks,
+       .threads = kMergeThreads,
+       .shared_bytes = sizeof(MergeShared<kKeyDim>),
+       .stream = stream},
+      args);
+}
+
+template <int kKeyDim>
+void launch_merge_in(const MergeArgs& args, bool adjoint, device::Stream stream) {
+  if (adjoint) return launch_merge_for<kKeyDim, true>(args, stream);
+  launch_merge_for<kKeyDim, false>(args, stream);
+}
+
+}  // namespace
+
+MergeArgs segment_merge(const ForwardScanArgs& args) {
+  MergeArgs merge;
+  merge.sequences = args.sequences;
+  merge.value_heads = args.value_heads;
+  merge.key_dim = args.key_dim;
+  merge.value_dim = args.value_dim;
+  merge.entry = args.initial_state;
+  merge.summary = args.summary;
+  merge.map = args.summary;
+  merge.map.data = static_cast<float*>(merge.map.data) + args.value_dim;
+  merge.seeds = args.seeds;
+  return merge;
+}
+
+MergeArgs segment_merge(const AdjointScanArgs& args, const ForwardScanArgs& forward) {
+  MergeArgs merge = segment_merge(forward);
+  merge.entry = args.grad_final_state;
+  merge.summary = args.summary;
+  merge.seeds = args.seeds;
+  return merge;
+}
+
+void launch_merge(const MergeArgs& args, bool adjoint, device::Stream stream) {
+  if (args.key_dim <= 64) return launch_merge_in<64>(args, adjoint, stream);
+  if (args.key_dim <= 128) return launch_merge_in<128>(args, adjoint, stream);
+  launch_merge_in<256>(args, adjoint, stream);
+}
+
+}  // namespace cula::gdn::cuda

@@ -1,0 +1,114 @@
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "gdn/cuda/launch/scan.h"
+
+namespace cula::gdn::cuda {
+
+// Whether a pass has blocks of 64 value columns too. With 256 keys, and in fp32 with 128, a warp can not hold them.
+template <class T, int kKeyDim>
+inline constexpr bool kHasWideBlocks = kKeyDim <= 64 || (kKeyDim == 128 && sizeof(T) == 2);
+
+// As many stages as fit beside the blocks that share the multiprocessor.
+template <class Bytes>
+ScanPipeline choose_pipeline(int most_stages, bool queries, int residency, const Bytes& bytes) {
+  const device::DeviceLimits limits = device::device_limits();
+  constexpr size_t kReserved = 1024;  // by the driver, a block
+  for (; residency > 0; --residency) {
+    const size_t share = limits.shared_bytes_per_multiprocessor / residency - kReserved;
+    const size_t limit = std::min<size_t>(share, limits.shared_bytes_per_block);
+    for (int stages = most_stages; stages > (residency > 1 ? 1 : 0); --stages) {
+      if (bytes(ScanPipeline{stages, false}) <= limit) return {stages, false};
+    }
+  }
+  return {1, queries};
+}
+
+template <class T, int kKeyDim, int kSplit, ScanResult kResult>
+void launch_scan(ForwardScanArgs args, const char* name, device::Stream stream) {
+  using Shared = ForwardScanShared<T, kKeyDim, kSplit, kResult>;
+  constexpr int kValues = kScanValues<kSplit>;
+  args.pipeline = choose_pipeline(Shared::kQueries ? 2 : kMaxStages, Shared::kQueries, kScanResidency<T, kKeyDim>,
+                                  Shared::bytes);
+  args.value_blocks = (args.value_dim + kValues - 1) / kValues;
+  const int64_t map_blocks = kResult == ScanResult::kSummary ? (args.key_dim + kValues - 1) / kValues : 0;
+  device::launch<forward_scan_kernel<T, kKeyDim, kSplit, kResult>>(
+      name,
+      {.blocks = args.sequences.num_segment_places() * args.value_heads * (args.value_blocks + map_blocks),
+       .threads = kScanThreads,
+       .shared_bytes = Shared::bytes(args.pipeline),
+       .stream = stream},
+      args);
+}
+
+template <class T, int kKeyDim, bool kSummary, int kSplit>
+void launch_adjoint(AdjointScanArgs args, const char* name, device::Stream stream) {
+  using Shared = AdjointScanShared<T, kKeyDim, kSplit>;
+  constexpr int kValues = kScanValues<kSplit>;
+  args.pipeline = choose_pipeline(2, true, kScanResidency<T, kKeyDim>, Shared::bytes);
+  args.value_blocks = (args.value_dim + kValues - 1) / kValues;
+  device::launch<adjoint_scan_kernel<T, kKeyDim, kSplit, kSummary>>(
+      name,
+      {.blocks = args.sequences.num_segment_places() * args.value_heads * args.value_blocks,
+       .threads = kScanThreads,
+       .shared_bytes = Shared::bytes(args.pipeline),
+       .stream = stream},
+      args);
+}
+
+template <class T, int kKeyDim, ScanResult kResult>
+void launch_scan_for(const ForwardScanArgs& args, bool narrow, const char* name, device::Stream stream) {
+  if constexpr (kHasWideBlocks<T, kKeyDim>) {
+    if (!narrow) return launch_scan<T, kKeyDim, 1, kResult>(args, name, stream);
+  }
+  launch_scan<T, kKeyDim, 2, kResult>(args, name, stream);
+}
+
+template <class T, int kKeyDim, bool kSummary>
+void launch_adjoint_for(const AdjointScanArgs& args, bool narrow, const char* name, device::Stream stream) {
+  if constexpr (kHasWideBlocks<T, kKeyDim>) {
+    if (!narrow) return launch_adjoint<T, kKeyDim, kSummary, 1>(args, name, stream);
+  }
+  launch_adjoint<T, kKeyDim, kSummary, 2>(args, name, stream);
+}
+
+// Calls f with the padded key dimension as a constant.
+template <class F>
+void with_key_dim(int key_dim, const F& f) {
+  if (key_dim <= 64) return f(std::integral_constant<int, 64>{});
+  if (key_dim <= 128) return f(std::integral_constant<int, 128>{});
+  f(std::integral_constant<int, 256>{});
+}
+
+template <class T>
+void launch_forward_scan(const ForwardScanArgs& args, bool narrow, device::Stream stream) {
+  with_key_dim(args.key_dim, [&](auto keys) {
+    launch_scan_for<T, keys(), ScanResult::kOutput>(args, narrow, "forward_scan", stream);
+  });
+}
+template <class T>
+void launch_state_scan(const ForwardScanArgs& args, bool narrow, device::Stream stream) {
+  with_key_dim(args.key_dim, [&](auto keys) {
+    launch_scan_for<T, keys(), ScanResult::kStates>(args, narrow, "state_scan", stream);
+  });
+}
+template <class T>
+void launch_state_summary(const ForwardScanArgs& args, bool narrow, device::Stream stream) {
+  with_key_dim(args.key_dim, [&](auto keys) {
+    launch_scan_for<T, keys(), ScanResult::kSummary>(args, narrow, "state_summary", stream);
+  });
+}
+template <class T>
+void launch_adjoint_scan(const AdjointScanArgs& args, bool narrow, device::Stream stream) {
+  with_key_dim(args.key_dim,
+               [&](auto keys) { launch_adjoint_for<T, keys(), false>(args, narrow, "adjoint_scan", stream); });
+}
+template <class T>
+void launch_adjoint_summary(const AdjointScanArgs& args, bool narrow, device::Stream stream) {
+  with_key_dim(args.key_dim,
+               [&](auto keys) { launch_adjoint_for<T, keys(), true>(args, narrow, "adjoint_summary", stream); });
+}
+
+}  // namespace cula::gdn::cuda
