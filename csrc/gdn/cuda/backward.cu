@@ -122,6 +122,7 @@ void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, S
   states.state_elements = space.state_elements;
   states.residual = residual;
   states.summary = dense_states(space.segments.summary, problem.value_heads, key_dim, value_dim + key_dim);
+  states.for_adjoint = true;
   states.seeds = dense_states(space.segments.seeds, problem.value_heads, key_dim, value_dim);
 
   AdjointScanArgs adjoint;
@@ -163,6 +164,7 @@ void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, S
   gradient.residual = residual;
   gradient.dW = dW;
   gradient.gates = prepare.gates;
+  gradient.factors = space.factors;
   gradient.S = space.S;
   gradient.D = space.D;
   gradient.state_elements = space.state_elements;

@@ -215,6 +215,14 @@ __device__ __forceinline__ void clear(float (&c)[kTiles][4]) {
 __device__ __forceinline__ int fragment_row(int j) { return (lane_id() >> 2) + (j >> 1) * 8; }
 __device__ __forceinline__ int fragment_column(int i, int j) { return 8 * i + 2 * (lane_id() & 3) + (j & 1); }
 
+// Elements (row, column) and (row, column + 1) of a tile.
+template <class T, int kTilePitch = kPitch<kRows>>
+__device__ __forceinline__ float2 load_pair(const T* tile, int row, int column) {
+  const T* p = tile + row * kTilePitch + column;
+  if constexpr (sizeof(T) == 2) return unpack2<T>(*reinterpret_cast<const uint32_t*>(p));
+  return *reinterpret_cast<const float2*>(p);
+}
+
 // Stores accumulators (rows m0 .., columns n0 ..) into a tile, rounded to T.
 template <int kTilePitch, class T, int kTiles>
 __device__ __forceinline__ void store_fragment(T* tile, int m0, int n0, const float (&c)[kTiles][4]) {

@@ -32,6 +32,19 @@ struct GateArgs {
   float beta_scale = 1.0f;
 };
 
+// The running sum at one row, and how many resets lie at or before it.
+struct GateRow {
+  float high;
+  float low;
+  int segment;
+
+  // The decay from behind an earlier row through this one. Whatever a later row gives is not to be used.
+  __device__ float since(const GateRow& earlier) const {
+    const float decay = exp2_normal((high - earlier.high) + (low - earlier.low));
+    return segment == earlier.segment ? decay : 0.0f;
+  }
+};
+
 struct alignas(16) GateRows {
   // The running sum in log2 units as high + low: differences of large sums stay exact. It restarts, at 0, in a row
   // whose gate is -inf; `segment` counts those rows. Rows past the chunk have segment -1 and factors of 0.
@@ -44,10 +57,9 @@ struct alignas(16) GateRows {
   float chunk_decay;
   int last_segment;
 
+  __device__ GateRow row(int i) const { return {high[i], low[i], segment[i]}; }
   // From behind row j through row i >= j.
-  __device__ float between(int i, int j) const {
-    return segment[i] == segment[j] ? exp2f((high[i] - high[j]) + (low[i] - low[j])) : 0.0f;
-  }
+  __device__ float between(int i, int j) const { return row(i).since(row(j)); }
 };
 
 // Lane l brings the terms of rows 2 l and 2 l + 1 and gets their running sums, which restart at 0 in rows with `reset`.

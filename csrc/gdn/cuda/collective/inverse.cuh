@@ -49,9 +49,14 @@ __device__ __forceinline__ void invert_triangle(float* m) {
     float x[16];
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
+      alignas(16) float row[16];
+#pragma unroll
+      for (int k = 0; k < i; k += 4) {
+        *reinterpret_cast<float4*>(row + k) = *reinterpret_cast<const float4*>(diagonal + i * kP + k);
+      }
       float sum = i == column ? 1.0f : 0.0f;
 #pragma unroll
-      for (int k = 0; k < i; ++k) sum -= diagonal[i * kP + k] * x[k];
+      for (int k = 0; k < i; ++k) sum -= row[k] * x[k];
       x[i] = sum;
     }
     sync_warp();

@@ -37,8 +37,10 @@ struct ForwardScanArgs {
   void* states;
   int64_t state_elements;
   TensorArg residual;
-  // kSummary: [places, HV, K, V + K] fp32, S_ext and M of every segment that another one follows.
+  // kSummary: [places, HV, K, V + K] fp32, S_ext and M of every segment that another one follows; with `for_adjoint`
+  // also M of those that follow another.
   TensorArg summary;
+  bool for_adjoint = false;
 };
 
 template <class T, int kKeyDim, int kSplit, ScanResult kResult>
@@ -90,8 +92,8 @@ __global__ void __launch_bounds__(kScanThreads, (kScanResidency<T, kKeyDim>))
   const int64_t key_head = head / args.group;
   Segment segment;
   if (!find_segment(args.sequences, place, segment)) return;
-  if (kSummary && segment.last) return;
   const bool of_map = kSummary && block >= args.value_blocks;
+  if (kSummary && segment.last && (segment.first || !of_map || !args.for_adjoint)) return;
   const int block_value = (of_map ? block - static_cast<int>(args.value_blocks) : block) * kValues;
   const int value_dim = of_map ? args.key_dim : args.value_dim;
 

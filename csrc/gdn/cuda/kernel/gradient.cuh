@@ -13,150 +13,201 @@
 
 namespace cula::gdn::cuda {
 
+// The dot product of 32 elements of a row of two tiles: those of this thread, which shares the row with the next.
+template <class T>
+__device__ __forceinline__ float half_row_dot(const T* a, const T* b) {
+  constexpr int kElements = 16 / static_cast<int>(sizeof(T));
+  const int thread = static_cast<int>(threadIdx.x);
+  const int at = (thread >> 1) * kPitch<kRows> + (thread & 1) * 32;
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 32; i += kElements) {
+    const uint4 x = *reinterpret_cast<const uint4*>(a + at + i);
+    const uint4 y = *reinterpret_cast<const uint4*>(b + at + i);
+    const uint32_t xs[4] = {x.x, x.y, x.z, x.w};
+    const uint32_t ys[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      if constexpr (sizeof(T) == 2) {
+        const float2 u = unpack2<T>(xs[e]);
+        const float2 v = unpack2<T>(ys[e]);
+        sum += u.x * v.x;
+        sum += u.y * v.y;
+      } else {
+        sum += __uint_as_float(xs[e]) * __uint_as_float(ys[e]);
+      }
+    }
+  }
+  return sum;
+}
+static_assert(kProductThreads == 2 * kRows);
+
+// Tiles arrive a step ahead of their use: first q and k, 64 columns a step, then for each value head dO, dW, V' and v.
 template <class T>
 struct ScoreGradientShared {
-  union {
-    struct {
-      Tile<T, kRows> q;
-      Tile<T, kRows> k;
-    } keys;
-    struct {
-      Tile<T, kRows> grad_output;
-      Tile<T, kRows> dW;
-      Tile<T, kRows> residual;
-      Tile<T, kRows> v;
-    } values;
-    struct {
-      Tile<float, kRows> pairs;      // what the gate sees of each pair of rows
-      Tile<float, kRows> strengths;  // what beta sees
-    } sums;
-    struct {
-      Tile<T, kRows> dP;
-      Tile<T, kRows> M;
-    } results;
-  };
-  float value_sum[kRows];  // <dW, v>
-  GateRows gates;
+  Tile<T, kRows> stages[2][4];  // behind a head's last step, the one in hand takes dP and M on their way out
+  float column_sums[kProductThreads / 32][kRows];  // of what the gate sees of pairs of rows, by warp
+  GateRows gates[kProductThreads / 32];
 };
 
 template <class T>
 __global__ void __launch_bounds__(kProductThreads, 2) score_gradient_kernel(const GradientArgs args) {
   auto& shared = *reinterpret_cast<ScoreGradientShared<T>*>(dynamic_shared_memory());
   constexpr int kP = kPitch<kRows>;
+  constexpr int kWarps = kProductThreads / 32;
   const int64_t slot = blockIdx.x / args.heads;
   const int64_t key_head = blockIdx.x - slot * args.heads;
   Chunk chunk;
   if (!find_chunk(args.sequences, slot, chunk)) return;
   const int m0 = warp_id() * 16;
   const int thread = static_cast<int>(threadIdx.x);
+  const int64_t first_head = key_head * args.group;
+  const int64_t end_head = first_head + args.group;
+
+  const int key_steps = (args.key_dim + kRows - 1) / kRows;
+  const int head_steps = (args.value_dim + kRows - 1) / kRows;
+  int next_stage = 0;
+  int next_column = 0;  // of q and k, then of the value head
+  int64_t next_head = first_head - 1;
+  const auto issue = [&] {
+    Tile<T, kRows>* tiles = shared.stages[next_stage];
+    if (next_head < first_head) {
+      const Window window = {chunk.batch, chunk.token, chunk.length, key_head, next_column, args.key_dim - next_column};
+      load_tile<T, kRows>(tiles[0].data, args.q, window);
+      load_tile<T, kRows>(tiles[1].data, args.k, window);
+    } else if (next_head < end_head) {
+      const Window window = {chunk.batch, chunk.token,  chunk.length,
+                             next_head,   next_column, args.value_dim - next_column};
+      load_tile<T, kRows>(tiles[0].data, args.grad_output, window);
+      load_tile<T, kRows>(tiles[1].data, args.dW, window);
+      load_tile<T, kRows>(tiles[2].data, args.residual, window);
+      load_tile<T, kRows>(tiles[3].data, args.v, window);
+    }
+    cp_async_commit();
+    next_stage ^= 1;
+    next_column += kRows;
+    if (next_column >= (next_head < first_head ? args.key_dim : args.value_dim)) {
+      next_column = 0;
+      ++next_head;
+    }
+  };
+  // The tiles of the next step, with the ones behind it under way.
+  int stage = 1;
+  const auto advance = [&]() -> Tile<T, kRows>* {
+    issue();
+    cp_async_wait<1>();
+    sync_block();
+    stage ^= 1;
+    return shared.stages[stage];
+  };
+  const auto make_gates = [&](int64_t from) {  // of the heads from `from` on, one a warp
+    const int64_t head = from + warp_id();
+    if (head >= end_head) return;
+    load_gates<GateKind::kLogDecay>(shared.gates[warp_id()], args.gates, chunk.batch, chunk.token, chunk.length, head);
+  };
 
   float qk[8][4];
   float kk[8][4];
   clear(qk);
   clear(kk);
-  for (int column = 0; column < args.key_dim; column += kRows) {
-    const Window window = {chunk.batch, chunk.token, chunk.length, key_head, column, args.key_dim - column};
-    load_tile<T, kRows>(shared.keys.q.data, args.q, window);
-    load_tile<T, kRows>(shared.keys.k.data, args.k, window);
-    cp_async_commit();
-    cp_async_wait<0>();
-    sync_block();
-    multiply_lower_pair<T>(qk, kk, shared.keys.q.data, shared.keys.k.data, shared.keys.k.data, m0);
+  issue();
+  make_gates(first_head);
+  for (int step = 0; step < key_steps; ++step) {
+    const Tile<T, kRows>* tiles = advance();
+    multiply_lower_pair<T>(qk, kk, tiles[0].data, tiles[1].data, tiles[1].data, m0);
     sync_block();
   }
 
-  for (int64_t head = key_head * args.group; head < (key_head + 1) * args.group; ++head) {
-    if (warp_id() == 0)
-      load_gates<GateKind::kLogDecay>(shared.gates, args.gates, chunk.batch, chunk.token, chunk.length, head);
+  for (int64_t head = first_head; head < end_head; ++head) {
+    const int turn = static_cast<int>(head - first_head) % kWarps;
+    if (turn == 0 && head != first_head) make_gates(head);
     float dp[8][4];
     float dl[8][4];
     clear(dp);
     clear(dl);
-    float value_sum = 0.0f;  // of row thread / 2, every other column
-    for (int column = 0; column < args.value_dim; column += kRows) {
-      const Window window = {chunk.batch, chunk.token, chunk.length, head, column, args.value_dim - column};
-      load_tile<T, kRows>(shared.values.grad_output.data, args.grad_output, window);
-      load_tile<T, kRows>(shared.values.dW.data, args.dW, window);
-      load_tile<T, kRows>(shared.values.residual.data, args.residual, window);
-      load_tile<T, kRows>(shared.values.v.data, args.v, window);
-      cp_async_commit();
-      cp_async_wait<0>();
-      sync_block();
-      multiply_lower_pair<T>(dp, dl, shared.values.grad_output.data, shared.values.dW.data, shared.values.residual.data,
-                             m0);
-      const T* a = shared.values.dW.data + (thread >> 1) * kP + (thread & 1);
-      const T* b = shared.values.v.data + (thread >> 1) * kP + (thread & 1);
-#pragma unroll 8
-      for (int i = 0; i < kRows; i += 2) value_sum += to_float(a[i]) * to_float(b[i]);
+    float value_sum = 0.0f;  // <dW, v> of row thread / 2
+    Tile<T, kRows>* tiles = nullptr;
+    for (int step = 0; step < head_steps; ++step) {
+      tiles = advance();
+      multiply_lower_pair<T>(dp, dl, tiles[0].data, tiles[1].data, tiles[2].data, m0);
+      value_sum += half_row_dot<T>(tiles[1].data, tiles[3].data);
       sync_block();
     }
     value_sum += shuffle_xor(value_sum, 1);
-    if ((thread & 1) == 0) shared.value_sum[thread >> 1] = value_sum;
 
-    const GateRows& gates = shared.gates;
+    // Both sums of the gate come from the same numbers, strictly below the diagonal, where nothing large cancels.
+    const GateRows& gates = shared.gates[turn];
+    const GateRow rows[2] = {gates.row(m0 + fragment_row(0)), gates.row(m0 + fragment_row(2))};
+    float row_sum[2] = {0.0f, 0.0f};       // of what the gate sees
+    float strength_sum[2] = {0.0f, 0.0f};  // of what beta sees
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
-      float pairs[1][4];
-      float strengths[1][4];
+      float column_sum[2] = {0.0f, 0.0f};
+      if (8 * n <= m0 + 15) {
+        const GateRow columns[2] = {gates.row(fragment_column(n, 0)), gates.row(fragment_column(n, 1))};
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int row = m0 + fragment_row(j);
-        const int column = fragment_column(n, j);
-        const float decay = column <= row ? gates.between(row, column) : 0.0f;
-        const bool below = column < row;
-        dp[n][j] = column <= row ? args.scale * dp[n][j] * decay : 0.0f;
-        const float dl_decayed = below ? -dl[n][j] * decay : 0.0f;
-        strengths[0][j] = below ? dl_decayed * kk[n][j] : 0.0f;
-        dl[n][j] = gates.beta[row] * dl_decayed;
-        pairs[0][j] = below ? dp[n][j] * qk[n][j] + gates.beta[row] * strengths[0][j] : 0.0f;
+        for (int j = 0; j < 4; ++j) {
+          const int row = m0 + fragment_row(j);
+          const int column = fragment_column(n, j);
+          const float decay = rows[j >> 1].since(columns[j & 1]);
+          const bool below = column < row;
+          const float beta = gates.beta[row];
+          dp[n][j] = column <= row ? args.scale * dp[n][j] * decay : 0.0f;
+          const float strength = below ? -dl[n][j] * decay : 0.0f;
+          dl[n][j] = beta * strength;
+          const float by_strength = below ? strength * kk[n][j] : 0.0f;
+          const float pair = below ? dp[n][j] * qk[n][j] + beta * by_strength : 0.0f;
+          row_sum[j >> 1] += pair;
+          column_sum[j & 1] += pair;
+          strength_sum[j >> 1] += by_strength;
+        }
       }
-      store_fragment<kP>(shared.sums.pairs.data, m0, 8 * n, pairs);
-      store_fragment<kP>(shared.sums.strengths.data, m0, 8 * n, strengths);
-    }
-    sync_block();
-    // Both sums of the gate come from the same numbers: whatever cancels, cancels exactly.
-    if (thread < kRows) {
-      const float* row = shared.sums.pairs.data + thread * kP;
-      const float* column = shared.sums.pairs.data + thread;
-      const float* strength = shared.sums.strengths.data + thread * kP;
-      float gate_sum = 0.0f;
-      float beta_sum = shared.value_sum[thread];
-      for (int i = 0; i < kRows; ++i) {
-        gate_sum += row[i] - column[i * kP];
-        beta_sum += strength[i];
-      }
-      if (thread < chunk.length) {
-        const int64_t at = head * args.sums.head_stride + chunk.batch * args.sequences.tokens + chunk.token + thread;
-        args.sums.scores[at] = gate_sum;
-        args.sums.beta[at] = beta_sum;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int mask = 4; mask < 32; mask <<= 1) column_sum[i] += shuffle_xor(column_sum[i], mask);
+        if (lane_id() < 4) shared.column_sums[m0 / 16][fragment_column(n, i)] = column_sum[i];
       }
     }
+    store_fragment<kP>(tiles[0].data, m0, 0, dp);
+    store_fragment<kP>(tiles[1].data, m0, 0, dl);
     sync_block();
-    store_fragment<kP>(shared.results.dP.data, m0, 0, dp);
-    store_fragment<kP>(shared.results.M.data, m0, 0, dl);
-    sync_block();
+    const int64_t at = head * args.sums.head_stride + chunk.batch * args.sequences.tokens + chunk.token;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = m0 + fragment_row(2 * half);
+      const float sum = group_sum<4>(row_sum[half]);
+      const float strength = group_sum<4>(strength_sum[half]);
+      // <dW, v> of row r is with lanes 2 (r - m0) and the next.
+      const float value = shuffle(value_sum, 2 * fragment_row(2 * half));
+      if ((lane_id() & 3) == 0 && row < chunk.length) {
+        float columns = 0.0f;
+#pragma unroll
+        for (int w = 0; w < kWarps; ++w) columns += shared.column_sums[w][row];
+        args.sums.scores[at + row] = sum - columns;
+        args.sums.beta[at + row] = value + strength;
+      }
+    }
     const Window window = {chunk.batch, chunk.token, chunk.length, head, 0, args.sequences.chunk_size};
-    store_tile<T, kRows>(shared.results.dP.data, args.dP, window);
-    store_tile<T, kRows>(shared.results.M.data, args.M, window);
+    store_tile<T, kRows>(tiles[0].data, args.dP, window);
+    store_tile<T, kRows>(tiles[1].data, args.M, window);
     sync_block();
   }
+  cp_async_wait<0>();
 }
 
+// Each step brings three tiles of 64 values or of 64 rows by the block's 64 keys, a step ahead of their use.
 template <class T>
 struct OperandGradientShared {
   Tile<T, kRows> q;
   Tile<T, kRows> k;
-  Tile<T, kRows> x;  // dO, V', dP
-  Tile<T, kRows> y;  // dW, M
-  Tile<T, kRows> z;  // S, D: [values][keys]
+  Tile<T, kRows> stages[2][3];
   float warp_sums[kProductThreads / 32];
-  GateRows gates;
 };
 
 template <class T>
 __global__ void __launch_bounds__(kProductThreads, 2) operand_gradient_kernel(const GradientArgs args) {
   auto& shared = *reinterpret_cast<OperandGradientShared<T>*>(dynamic_shared_memory());
-  constexpr int kP = kPitch<kRows>;
   const int64_t place = blockIdx.x / args.key_blocks;
   const int64_t key_block = blockIdx.x - place * args.key_blocks;
   const int64_t slot = place / args.heads;
@@ -166,65 +217,108 @@ __global__ void __launch_bounds__(kProductThreads, 2) operand_gradient_kernel(co
   const int m0 = warp_id() * 16;
   const int key = static_cast<int>(key_block) * kRows;
   const int64_t value_heads = args.heads * args.group;
+  const int64_t first_head = key_head * args.group;
+  const int64_t end_head = first_head + args.group;
   const Window keys = {chunk.batch, chunk.token, chunk.length, key_head, key, args.key_dim - key};
+
+  // Steps of a head: dO, dW, S by blocks of values; V', S, D by blocks of values; dP, M.
+  const int blocks = (args.value_dim + kRows - 1) / kRows;
+  int next_stage = 0;
+  int next_step = 0;
+  int64_t next_head = first_head;
+  const auto issue = [&] {
+    if (next_head < end_head) {
+      Tile<T, kRows>* tiles = shared.stages[next_stage];
+      const StateBlocks states = {args.state_elements * (slot * value_heads + next_head), args.padded_key_dim,
+                                  args.value_dim, key};
+      const int column = (next_step < blocks ? next_step : next_step - blocks) * kRows;
+      Window window = {chunk.batch, chunk.token, chunk.length, next_head, column, args.value_dim - column};
+      if (next_step < blocks) {
+        load_tile<T, kRows>(tiles[0].data, args.grad_output, window);
+        load_tile<T, kRows>(tiles[1].data, args.dW, window);
+        load_state_blocks<T>(tiles[2].data, static_cast<const T*>(args.S), states, column);
+      } else if (next_step < 2 * blocks) {
+        load_tile<T, kRows>(tiles[0].data, args.residual, window);
+        load_state_blocks<T>(tiles[1].data, static_cast<const T*>(args.S), states, column);
+        load_state_blocks<T>(tiles[2].data, static_cast<const T*>(args.D), states, column);
+      } else {
+        window.column = 0;
+        window.columns = args.sequences.chunk_size;
+        load_tile<T, kRows>(tiles[0].data, args.dP, window);
+        load_tile<T, kRows>(tiles[1].data, args.M, window);
+      }
+    }
+    cp_async_commit();
+    next_stage ^= 1;
+    if (++next_step > 2 * blocks) {
+      next_step = 0;
+      ++next_head;
+    }
+  };
+  int stage = 1;
+  const auto advance = [&]() -> Tile<T, kRows>* {
+    issue();
+    cp_async_wait<1>();
+    sync_block();
+    stage ^= 1;
+    return shared.stages[stage];
+  };
 
   load_tile<T, kRows>(shared.q.data, args.q, keys);
   load_tile<T, kRows>(shared.k.data, args.k, keys);
+  issue();
   float dq[8][4];
   float dk[8][4];
   clear(dq);
   clear(dk);
-  for (int64_t head = key_head * args.group; head < (key_head + 1) * args.group; ++head) {
-    if (warp_id() == 0)
-      load_gates<GateKind::kLogDecay>(shared.gates, args.gates, chunk.batch, chunk.token, chunk.length, head);
-    const GateRows& gates = shared.gates;
-    const StateBlocks states = {args.state_elements * (slot * value_heads + head), args.padded_key_dim, args.value_dim,
-                                key};
-    const auto values = [&](int column) {
-      return Window{chunk.batch, chunk.token, chunk.length, head, column, args.value_dim - column};
-    };
-    const int64_t sums_at =
-        key_block * args.sums.stride + head * args.sums.head_stride + chunk.batch * args.sequences.tokens + chunk.token;
+  for (int64_t head = first_head; head < end_head; ++head) {
+    const int64_t at = head * args.sums.head_stride + chunk.batch * args.sequences.tokens + chunk.token;
+    const int64_t sums_at = key_block * args.sums.stride + at;
+    float decay[2];
+    float to_end[2];
+    float beta[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = m0 + fragment_row(2 * half);
+      const bool valid = row < chunk.length;
+      decay[half] = valid ? args.factors[at + row] : 0.0f;
+      to_end[half] = valid ? args.factors[args.sums.stride + at + row] : 0.0f;
+      beta[half] = valid ? args.factors[2 * args.sums.stride + at + row] : 0.0f;
+    }
     {
       float by_output[8][4];
       float by_update[8][4];
       clear(by_output);
       clear(by_update);
-      for (int column = 0; column < args.value_dim; column += kRows) {
-        load_tile<T, kRows>(shared.x.data, args.grad_output, values(column));
-        load_tile<T, kRows>(shared.y.data, args.dW, values(column));
-        load_state_blocks<T>(shared.z.data, static_cast<const T*>(args.S), states, column);
-        cp_async_commit();
-        cp_async_wait<0>();
-        sync_block();
-        multiply_pair<T>(by_output, by_update, shared.x.data, shared.y.data, shared.z.data, m0);
+      for (int block = 0; block < blocks; ++block) {
+        const Tile<T, kRows>* tiles = advance();
+        multiply_pair<T>(by_output, by_update, tiles[0].data, tiles[1].data, tiles[2].data, m0);
         sync_block();
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = m0 + fragment_row(2 * half);
-        const float decay = gates.decay[row];
-        const float beta = gates.beta[row];
         float q_sum = 0.0f;
         float k_sum = 0.0f;
 #pragma unroll
         for (int n = 0; n < 8; ++n) {
+          const float2 q = load_pair<T>(shared.q.data, row, fragment_column(n, 0));
+          const float2 k = load_pair<T>(shared.k.data, row, fragment_column(n, 0));
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const int j = 2 * half + i;
-            const int column = fragment_column(n, j);
-            const float x = args.scale * decay * by_output[n][j];
-            const float y = decay * by_update[n][j];
-            q_sum += x * to_float(shared.q.data[row * kP + column]);
-            k_sum += y * to_float(shared.k.data[row * kP + column]);
+            const float x = args.scale * decay[half] * by_output[n][j];
+            const float y = decay[half] * by_update[n][j];
+            q_sum += x * (i == 0 ? q.x : q.y);
+            k_sum += y * (i == 0 ? k.x : k.y);
             dq[n][j] += x;
-            dk[n][j] -= beta * y;
+            dk[n][j] -= beta[half] * y;
           }
         }
         q_sum = group_sum<4>(q_sum);
         k_sum = group_sum<4>(k_sum);
         if ((lane_id() & 3) == 0 && row < chunk.length) {
-          args.sums.decay[sums_at + row] = q_sum - beta * k_sum;
+          args.sums.decay[sums_at + row] = q_sum - beta[half] * k_sum;
           args.sums.beta_state[sums_at + row] = k_sum;
         }
       }
@@ -233,18 +327,10 @@ __global__ void __launch_bounds__(kProductThreads, 2) operand_gradient_kernel(co
       float by_state[8][4];
       clear(by_state);
       float inner = 0.0f;
-      for (int column = 0; column < args.value_dim; column += kRows) {
-        load_tile<T, kRows>(shared.x.data, args.residual, values(column));
-        load_state_blocks<T>(shared.z.data, static_cast<const T*>(args.D), states, column);
-        load_state_blocks<T>(shared.y.data, static_cast<const T*>(args.S), states, column);
-        cp_async_commit();
-        cp_async_wait<0>();
-        sync_block();
-        multiply_tiles<T>(by_state, shared.x.data, shared.z.data, m0);
-        for (int i = static_cast<int>(threadIdx.x); i < kRows * kRows; i += kProductThreads) {
-          const int at = i / kRows * kP + i % kRows;
-          inner += to_float(shared.y.data[at]) * to_float(shared.z.data[at]);
-        }
+      for (int block = 0; block < blocks; ++block) {
+        const Tile<T, kRows>* tiles = advance();
+        multiply_tiles<T>(by_state, tiles[0].data, tiles[2].data, m0);
+        inner += half_row_dot<T>(tiles[1].data, tiles[2].data);
         sync_block();
       }
       inner = warp_sum(inner);
@@ -253,15 +339,15 @@ __global__ void __launch_bounds__(kProductThreads, 2) operand_gradient_kernel(co
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = m0 + fragment_row(2 * half);
-        const float to_end = gates.to_end[row];
         float sum = 0.0f;
 #pragma unroll
         for (int n = 0; n < 8; ++n) {
+          const float2 k = load_pair<T>(shared.k.data, row, fragment_column(n, 0));
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const int j = 2 * half + i;
-            const float x = to_end * by_state[n][j];
-            sum += x * to_float(shared.k.data[row * kP + fragment_column(n, j)]);
+            const float x = to_end[half] * by_state[n][j];
+            sum += x * (i == 0 ? k.x : k.y);
             dk[n][j] += x;
           }
         }
@@ -269,26 +355,22 @@ __global__ void __launch_bounds__(kProductThreads, 2) operand_gradient_kernel(co
         if ((lane_id() & 3) == 0 && row < chunk.length) args.sums.to_end[sums_at + row] = sum;
       }
     }
-    const Window square = {chunk.batch, chunk.token, chunk.length, head, 0, args.sequences.chunk_size};
-    load_tile<T, kRows>(shared.x.data, args.dP, square);
-    load_tile<T, kRows>(shared.y.data, args.M, square);
-    cp_async_commit();
-    cp_async_wait<0>();
-    sync_block();
+    const Tile<T, kRows>* tiles = advance();
     if (threadIdx.x == 0) {
       float sum = 0.0f;
       for (int w = 0; w < kProductThreads / 32; ++w) sum += shared.warp_sums[w];
       args.sums.state[key_block * args.sums.state_stride + slot * value_heads + head] = sum;
     }
     // dq += dP k;  dk += dP^T q + (M + M^T) k
-    multiply_tiles<T>(dq, shared.x.data, shared.k.data, m0);
-    multiply_transposed_tiles<T>(dk, shared.x.data, shared.q.data, m0);
-    multiply_tiles<T>(dk, shared.y.data, shared.k.data, m0);
-    multiply_transposed_tiles<T>(dk, shared.y.data, shared.k.data, m0);
+    multiply_tiles<T>(dq, tiles[0].data, shared.k.data, m0);
+    multiply_transposed_tiles<T>(dk, tiles[0].data, shared.q.data, m0);
+    multiply_tiles<T>(dk, tiles[1].data, shared.k.data, m0);
+    multiply_transposed_tiles<T>(dk, tiles[1].data, shared.k.data, m0);
     sync_block();
   }
-  if (args.dq) store_product<T>(shared.x.data, dq, args.dq, keys, m0);
-  if (args.dk) store_product<T>(shared.x.data, dk, args.dk, keys, m0);
+  cp_async_wait<0>();
+  if (args.dq) store_product<T>(shared.stages[0][0].data, dq, args.dq, keys, m0);
+  if (args.dk) store_product<T>(shared.stages[0][0].data, dk, args.dk, keys, m0);
 }
 
 }  // namespace cula::gdn::cuda

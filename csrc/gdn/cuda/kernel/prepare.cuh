@@ -27,6 +27,8 @@ struct PrepareArgs {
   int64_t factor_stride;  // HV B T
 };
 
+inline constexpr int kGateWarps = kInverseThreads / 32;  // value heads whose gates are made at once
+
 template <class T>
 struct PrepareShared {
   // The operand tiles are dead before the matrices of the first value head are written.
@@ -40,11 +42,50 @@ struct PrepareShared {
       Tile<T, kRows> scores;
     } matrices;
   };
-  GateRows gates;
+  GateRows gates[kGateWarps];
 };
 
+// Stores the lower triangle of a matrix in fp32 as T, by all threads; what lies past the chunk is zero.
+template <class T>
+__device__ __forceinline__ void store_triangle(const float* tile, const TensorArg& x, const Window& w) {
+  constexpr int kP = kPitch<kRows>;
+  constexpr int kElements = 16 / static_cast<int>(sizeof(T));
+  constexpr int kPerRow = kRows / kElements;
+  const int64_t base = x.offset(w.batch, w.token, w.head);
+  if (x.vector_bytes == 16) {
+#pragma unroll
+    for (int first = 0; first < kRows * kPerRow; first += kInverseThreads) {
+      const int i = first + static_cast<int>(threadIdx.x);
+      const int row = i / kPerRow;
+      const int column = i % kPerRow * kElements;
+      if (row >= w.rows || column >= w.columns) continue;
+      alignas(16) T piece[kElements];
+#pragma unroll
+      for (int e = 0; e < kElements; e += 4) {
+        const float4 x4 = *reinterpret_cast<const float4*>(tile + row * kP + column + e);
+        piece[e] = from_float<T>(column + e < w.rows ? x4.x : 0.0f);
+        piece[e + 1] = from_float<T>(column + e + 1 < w.rows ? x4.y : 0.0f);
+        piece[e + 2] = from_float<T>(column + e + 2 < w.rows ? x4.z : 0.0f);
+        piece[e + 3] = from_float<T>(column + e + 3 < w.rows ? x4.w : 0.0f);
+      }
+      *reinterpret_cast<uint4*>(static_cast<T*>(x.data) + base + row * x.stride[1] + column) =
+          *reinterpret_cast<const uint4*>(piece);
+    }
+  } else {
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x); i < kRows * kRows; i += kInverseThreads) {
+      const int row = i / kRows;
+      const int column = i % kRows;
+      if (row >= w.rows || column >= w.columns) continue;
+      x.store(base + row * x.stride[1] + column * x.stride[3],
+              to_float(from_float<T>(column < w.rows ? tile[row * kP + column] : 0.0f)));
+    }
+  }
+}
+
 template <class T, GateKind kKind>
-__global__ void __launch_bounds__(kInverseThreads, 2) prepare_kernel(const PrepareArgs args) {
+__global__ void __launch_bounds__(kInverseThreads, 3)
+    prepare_kernel(const PrepareArgs args) {
   PrepareShared<T>& shared = *reinterpret_cast<PrepareShared<T>*>(dynamic_shared_memory());
   constexpr int kP = kPitch<kRows>;
   const int64_t slot = blockIdx.x / args.heads;
@@ -72,6 +113,24 @@ __global__ void __launch_bounds__(kInverseThreads, 2) prepare_kernel(const Prepa
   };
   load_block(0);
   cp_async_commit();
+  const int64_t first_head = key_head * args.group;
+  const int64_t end_head = first_head + args.group;
+  const auto make_gates = [&](int64_t from) {  // of the heads from `from` on, one a warp
+    const int64_t head = from + warp_id();
+    if (head >= end_head) return;
+    GateRows& gates = shared.gates[warp_id()];
+    load_gates<kKind>(gates, args.gates, chunk.batch, chunk.token, chunk.length, head);
+    if (args.factors == nullptr) return;
+    sync_warp();
+    float* target = args.factors + head * (args.factor_stride / (args.heads * args.group)) +
+                    chunk.batch * args.sequences.tokens + chunk.token;
+    for (int row = lane_id(); row < chunk.length; row += 32) {
+      target[row] = gates.decay[row];
+      target[args.factor_stride + row] = gates.to_end[row];
+      target[2 * args.factor_stride + row] = gates.beta[row];
+    }
+  };
+  make_gates(first_head);  // while the operands are on their way
   for (int block = 0; block < blocks; ++block) {
     if (block + 1 < blocks) load_block(block + 1);
     cp_async_commit();
@@ -96,52 +155,47 @@ __global__ void __launch_bounds__(kInverseThreads, 2) prepare_kernel(const Prepa
     sync_block();
   }
 
-  for (int64_t head = key_head * args.group; head < (key_head + 1) * args.group; ++head) {
-    if (warp_id() == 0) load_gates<kKind>(shared.gates, args.gates, chunk.batch, chunk.token, chunk.length, head);
-    sync_block();
-    const GateRows& gates = shared.gates;
-    if (args.factors != nullptr && static_cast<int>(threadIdx.x) < chunk.length) {
-      const int row = static_cast<int>(threadIdx.x);
-      float* target = args.factors + head * (args.factor_stride / (args.heads * args.group)) +
-                      chunk.batch * args.sequences.tokens + chunk.token + row;
-      target[0] = gates.decay[row];
-      target[args.factor_stride] = gates.to_end[row];
-      target[2 * args.factor_stride] = gates.beta[row];
+  for (int64_t head = first_head; head < end_head; ++head) {
+    const int turn = static_cast<int>(head - first_head) % kGateWarps;
+    if (turn == 0 && head != first_head) {
+      make_gates(head);
+      sync_block();
     }
+    const GateRows& gates = shared.gates[turn];
+    GateRow rows[2];
+    rows[0] = gates.row(m0 + fragment_row(0));
+    rows[1] = gates.row(m0 + fragment_row(2));
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
       float l[1][4];
       float p[1][4];
+      if (8 * n <= m0 + 15) {
+        const GateRow columns[2] = {gates.row(fragment_column(n, 0)), gates.row(fragment_column(n, 1))};
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int row = m0 + fragment_row(j);
-        const int column = fragment_column(n, j);
-        const float decay = column <= row ? gates.between(row, column) : 0.0f;
-        l[0][j] = column < row ? gates.beta[row] * (kk[n][j] * decay) : 0.0f;
-        p[0][j] = column <= row ? args.scale * qk[n][j] * decay : 0.0f;
+        for (int j = 0; j < 4; ++j) {
+          const int row = m0 + fragment_row(j);
+          const int column = fragment_column(n, j);
+          const float decay = rows[j >> 1].since(columns[j & 1]);
+          l[0][j] = column < row ? gates.beta[row] * (kk[n][j] * decay) : 0.0f;
+          p[0][j] = column <= row ? args.scale * qk[n][j] * decay : 0.0f;
+        }
+      } else {
+        clear(l);
+        clear(p);
       }
       if (wants_triangle) store_fragment<kP>(shared.matrices.triangle.data, m0, 8 * n, l);
       if (wants_scores) store_fragment<kP>(shared.matrices.scores.data, m0, 8 * n, p);
     }
     sync_block();
     const Window window = {chunk.batch, chunk.token, chunk.length, head, 0, args.sequences.chunk_size};
-    if (wants_scores) {
-      store_tile<T, kRows>(shared.matrices.scores.data, args.P, window);
+    if (wants_scores) store_tile<T, kRows>(shared.matrices.scores.data, args.P, window);
+    if (args.L) {
+      store_tile<float, kRows>(shared.matrices.triangle.data, args.L, window);
       sync_block();
     }
-    if (args.L) store_tile<float, kRows>(shared.matrices.triangle.data, args.L, window);
     if (args.A) {
-      sync_block();
       invert_triangle(shared.matrices.triangle.data);
-      // Rounded through the tile of the scores, which have left.
-      for (int i = static_cast<int>(threadIdx.x); i < kRows * kRows; i += kInverseThreads) {
-        const int row = i / kRows;
-        const int column = i - row * kRows;
-        shared.matrices.scores.data[row * kP + column] =
-            from_float<T>(column < chunk.length ? shared.matrices.triangle.data[row * kP + column] : 0.0f);
-      }
-      sync_block();
-      store_tile<T, kRows>(shared.matrices.scores.data, args.A, window);
+      store_triangle<T>(shared.matrices.triangle.data, args.A, window);
     }
     sync_block();
   }
