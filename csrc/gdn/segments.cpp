@@ -86,8 +86,7 @@ ScanSchedule choose_scan_schedule(const ScanSizes& sizes) {
   if (!has_wide_blocks(sizes.key_dim, sizes.element_bytes) || sizes.value_dim <= 32) return narrow;
   const ScanWork wide_work = work_of(64);
   const ScanSchedule wide = {false, choose_segments(wide_work)};
-  const bool narrow_wins =
-      kNarrowCost * scan_time(narrow_work, narrow.segments) < scan_time(wide_work, wide.segments);
+  const bool narrow_wins = kNarrowCost * scan_time(narrow_work, narrow.segments) < scan_time(wide_work, wide.segments);
   return narrow_wins ? narrow : wide;
 }
 

@@ -13,7 +13,7 @@ namespace {
 struct BackwardWorkspace {
   void* scores = nullptr;    // [B, T, HV, C] x: P, and dP once the scans have used P
   void* M = nullptr;         // [B, T, HV, C] x
-  float* factors = nullptr;  // [3, HV, B T]
+  float* factors = nullptr;  // [6, HV, B T]
   void* S = nullptr;         // [slots, HV] blocks x
   void* D = nullptr;
   void* residual = nullptr;  // [B, T, HV, V] x
@@ -41,7 +41,7 @@ struct BackwardWorkspace {
 
     scores = cutter.take_bytes(wide_rows * chunk * size);
     M = cutter.take_bytes(wide_rows * chunk * size);
-    factors = cutter.take<float>(3 * wide_rows);
+    factors = cutter.take<float>(6 * wide_rows);
     S = cutter.take_bytes(slots * problem.value_heads * state_elements * size);
     D = cutter.take_bytes(slots * problem.value_heads * state_elements * size);
     residual = cutter.take_bytes(wide_rows * problem.value_dim * size);
@@ -105,6 +105,7 @@ void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, S
   prepare.P = scores;
   prepare.factors = space.factors;
   prepare.factor_stride = space.sums.stride;
+  prepare.gate_rows = true;
 
   ForwardScanArgs states;
   states.sequences = segments;
@@ -117,6 +118,7 @@ void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, S
   states.A = token_arg(saved.A, "saved.A", call.dtype);
   states.factors = space.factors;
   states.factor_stride = prepare.factor_stride;
+  states.factor_head_stride = space.sums.head_stride;
   states.initial_state = state_arg(t.initial_state, "initial_state", v_first);
   states.states = space.S;
   states.state_elements = space.state_elements;
@@ -139,6 +141,7 @@ void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, S
   adjoint.grad_output = grad_output;
   adjoint.factors = space.factors;
   adjoint.factor_stride = prepare.factor_stride;
+  adjoint.factor_head_stride = space.sums.head_stride;
   adjoint.grad_final_state = state_arg(t.grad_final_state, "dht", v_first);
   adjoint.dh0 = state_arg(t.dh0, "dh0", v_first);
   adjoint.states = space.D;

@@ -109,6 +109,7 @@ void forward(const Plan& plan, const ForwardTensors& t, Workspace workspace, Str
   scan.P = P;
   scan.factors = space.factors;
   scan.factor_stride = prepare.factor_stride;
+  scan.factor_head_stride = rows;
   scan.initial_state = state_arg(t.initial_state, "initial_state", problem.state_v_first);
   scan.final_state = state_arg(t.final_state, "final_state", problem.state_v_first);
   scan.o = token_arg(t.o, "o", call.dtype);

@@ -32,8 +32,8 @@ class WorkspaceCutter {
 
 // What a split pass keeps of its segments; nothing if sequences run whole.
 struct SegmentWorkspace {
-  float* summary = nullptr;  // [places, HV, K, V + K]: S_ext and M
-  float* seeds = nullptr;    // [places, HV, K, V]: the states that enter the segments
+  float* summary = nullptr;    // [places, HV, K, V + K]: S_ext and M
+  float* seeds = nullptr;      // [places, HV, K, V]: the states that enter the segments
   int64_t state_elements = 0;  // of the latter
 
   SegmentWorkspace(const Problem& problem, const ScanCut& cut, WorkspaceCutter& cutter) {

@@ -130,8 +130,8 @@ __device__ __forceinline__ bool find_chunk(const SequenceTable& table, int64_t s
     chunk.length = static_cast<int>(left < table.chunk_size ? left : table.chunk_size);
     return true;
   }
-  const int64_t low = find_owner(table.num_sequences, slot,
-                                 [&](int64_t n) { return table.boundary(n) / table.chunk_size + n; });
+  const int64_t low =
+      find_owner(table.num_sequences, slot, [&](int64_t n) { return table.boundary(n) / table.chunk_size + n; });
   const Sequence sequence = find_sequence(table, low);
   chunk.sequence = low;
   chunk.batch = 0;

@@ -32,15 +32,17 @@ struct FragmentB<float> {
   float r[8];  // [n / 8][k / 8]: (2t, g), (2t + 1, g)
 };
 
+// Addresses below are what depends on the lane, plus what does not: nvcc otherwise keeps one register a position.
+
 // A[m][k] = tile[m0 + m][k0 + k]
 template <int kTilePitch, class T>
 __device__ __forceinline__ FragmentA<T> load_a(const T* tile, int m0, int k0) {
   const int lane = lane_id();
   FragmentA<T> a;
   if constexpr (sizeof(T) == 2) {
-    ldmatrix_x4(a.r, tile + (m0 + (lane & 15)) * kTilePitch + k0 + (lane >> 4) * 8);
+    ldmatrix_x4(a.r, tile + ((lane & 15) * kTilePitch + (lane >> 4) * 8) + (m0 * kTilePitch + k0));
   } else {
-    const T* p = tile + (m0 + (lane >> 2)) * kTilePitch + k0 + 2 * (lane & 3);
+    const T* p = tile + ((lane >> 2) * kTilePitch + 2 * (lane & 3)) + (m0 * kTilePitch + k0);
 #pragma unroll
     for (int s = 0; s < 2; ++s) {
       const float2 upper = *reinterpret_cast<const float2*>(p + 8 * s);
@@ -61,9 +63,10 @@ __device__ __forceinline__ FragmentA<T> load_a_transposed(const T* tile, int m0,
   FragmentA<T> a;
   if constexpr (sizeof(T) == 2) {
     // Matrices in register order: (m 0, k 0), (m 8, k 0), (m 0, k 8), (m 8, k 8).
-    ldmatrix_x4_trans(a.r, tile + (k0 + (lane & 7) + (lane >> 4) * 8) * kTilePitch + m0 + ((lane >> 3) & 1) * 8);
+    ldmatrix_x4_trans(
+        a.r, tile + (((lane & 7) + (lane >> 4) * 8) * kTilePitch + ((lane >> 3) & 1) * 8) + (k0 * kTilePitch + m0));
   } else {
-    const T* p = tile + (k0 + 2 * (lane & 3)) * kTilePitch + m0 + (lane >> 2);
+    const T* p = tile + (2 * (lane & 3) * kTilePitch + (lane >> 2)) + (k0 * kTilePitch + m0);
 #pragma unroll
     for (int s = 0; s < 2; ++s) {
 #pragma unroll
@@ -80,9 +83,10 @@ __device__ __forceinline__ FragmentB<T> load_b(const T* tile, int n0, int k0) {
   FragmentB<T> b;
   if constexpr (sizeof(T) == 2) {
     // Matrices in register order: (n 0, k 0), (n 0, k 8), (n 8, k 0), (n 8, k 8).
-    ldmatrix_x4(b.r, tile + (n0 + (lane & 7) + (lane >> 4) * 8) * kTilePitch + k0 + ((lane >> 3) & 1) * 8);
+    ldmatrix_x4(b.r,
+                tile + (((lane & 7) + (lane >> 4) * 8) * kTilePitch + ((lane >> 3) & 1) * 8) + (n0 * kTilePitch + k0));
   } else {
-    const T* p = tile + (n0 + (lane >> 2)) * kTilePitch + k0 + 2 * (lane & 3);
+    const T* p = tile + ((lane >> 2) * kTilePitch + 2 * (lane & 3)) + (n0 * kTilePitch + k0);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float2 pair = *reinterpret_cast<const float2*>(p + (i >> 1) * 8 * kTilePitch + (i & 1) * 8);
@@ -99,9 +103,9 @@ __device__ __forceinline__ FragmentB<T> load_b_transposed(const T* tile, int n0,
   const int lane = lane_id();
   FragmentB<T> b;
   if constexpr (sizeof(T) == 2) {
-    ldmatrix_x4_trans(b.r, tile + (k0 + (lane & 15)) * kTilePitch + n0 + (lane >> 4) * 8);
+    ldmatrix_x4_trans(b.r, tile + ((lane & 15) * kTilePitch + (lane >> 4) * 8) + (k0 * kTilePitch + n0));
   } else {
-    const T* p = tile + (k0 + 2 * (lane & 3)) * kTilePitch + n0 + (lane >> 2);
+    const T* p = tile + (2 * (lane & 3) * kTilePitch + (lane >> 2)) + (k0 * kTilePitch + n0);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       b.r[2 * i] = p[((i & 1) * 8) * kTilePitch + (i >> 1) * 8];
@@ -130,6 +134,30 @@ __device__ __forceinline__ void mma_tf32x3(float (&c)[4], const float* a, float 
   mma_m16n8k8_tf32(c, a_high, b_high[0], b_high[1]);
 }
 
+// The same in one product of TF32 numbers.
+__device__ __forceinline__ void mma_tf32(float (&c)[4], const float* a, float b0, float b1) {
+  uint32_t rounded[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) rounded[i] = to_tf32(a[i]);
+  mma_m16n8k8_tf32(c, rounded, to_tf32(b0), to_tf32(b1));
+}
+
+// c0 (n 0 to 7) and c1 (n 8 to 15) += a b with fp32 operands, in one or three products.
+template <int kProducts>
+__device__ __forceinline__ void mma_fp32(float (&c0)[4], float (&c1)[4], const FragmentA<float>& a,
+                                         const FragmentB<float>& b) {
+#pragma unroll
+  for (int s = 0; s < 2; ++s) {
+    if constexpr (kProducts == 3) {
+      mma_tf32x3(c0, a.r + 4 * s, b.r[2 * s], b.r[2 * s + 1]);
+      mma_tf32x3(c1, a.r + 4 * s, b.r[4 + 2 * s], b.r[4 + 2 * s + 1]);
+    } else {
+      mma_tf32(c0, a.r + 4 * s, b.r[2 * s], b.r[2 * s + 1]);
+      mma_tf32(c1, a.r + 4 * s, b.r[4 + 2 * s], b.r[4 + 2 * s + 1]);
+    }
+  }
+}
+
 // c0 (n 0 to 7) and c1 (n 8 to 15) += a b
 template <class T>
 __device__ __forceinline__ void mma(float (&c0)[4], float (&c1)[4], const FragmentA<T>& a, const FragmentB<T>& b) {
@@ -137,11 +165,7 @@ __device__ __forceinline__ void mma(float (&c0)[4], float (&c1)[4], const Fragme
     mma_m16n8k16<T>(c0, a.r, b.r[0], b.r[1]);
     mma_m16n8k16<T>(c1, a.r, b.r[2], b.r[3]);
   } else {
-#pragma unroll
-    for (int s = 0; s < 2; ++s) {
-      mma_tf32x3(c0, a.r + 4 * s, b.r[2 * s], b.r[2 * s + 1]);
-      mma_tf32x3(c1, a.r + 4 * s, b.r[4 + 2 * s], b.r[4 + 2 * s + 1]);
-    }
+    mma_fp32<3>(c0, c1, a, b);
   }
 }
 

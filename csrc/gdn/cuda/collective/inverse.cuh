@@ -10,7 +10,7 @@ namespace cula::gdn::cuda {
 inline constexpr int kInverseThreads = 128;
 
 // Rows m0 .. m0 + 15 of -Z Y X, with Z, Y and X of kSize rows; columns n0 .. n0 + 8 kTiles - 1 of the result.
-template <int kSize, int kTiles>
+template <int kProducts, int kSize, int kTiles>
 __device__ __forceinline__ void triangle_corner(float (&c)[kTiles][4], const float* z, const float* y, const float* x,
                                                 int m0, int n0) {
   constexpr int kP = kPitch<kRows>;
@@ -20,14 +20,17 @@ __device__ __forceinline__ void triangle_corner(float (&c)[kTiles][4], const flo
   for (int k = 0; k < kSize; k += 16) {
     const FragmentA<float> a = load_a<kP>(z, m0, k);
 #pragma unroll
-    for (int n = 0; n < kSize; n += 16) mma(zy[n / 8], zy[n / 8 + 1], a, load_b_transposed<kP>(y, n, k));
+    for (int n = 0; n < kSize; n += 16)
+      mma_fp32<kProducts>(zy[n / 8], zy[n / 8 + 1], a, load_b_transposed<kP>(y, n, k));
   }
   clear(c);
 #pragma unroll
   for (int k = 0; k < kSize; k += 16) {
     const FragmentA<float> a = to_a<float>(zy[k / 8], zy[k / 8 + 1]);
 #pragma unroll
-    for (int n = 0; n < 8 * kTiles; n += 16) mma(c[n / 8], c[n / 8 + 1], a, load_b_transposed<kP>(x, n0 + n, k));
+    for (int n = 0; n < 8 * kTiles; n += 16) {
+      mma_fp32<kProducts>(c[n / 8], c[n / 8 + 1], a, load_b_transposed<kP>(x, n0 + n, k));
+    }
   }
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) {
@@ -36,8 +39,12 @@ __device__ __forceinline__ void triangle_corner(float (&c)[kTiles][4], const flo
   }
 }
 
+// The result's blocks below the diagonal are as good as kProducts TF32 products make them: fp32 with three, and with
+// one still four times closer than bf16 can hold.
+//
 // `m` [64][kPitch<64>]: L with zeros on and above the diagonal in, the inverse out. All threads of a block of
 // kInverseThreads call it between barriers; it ends with one.
+template <int kProducts>
 __device__ __forceinline__ void invert_triangle(float* m) {
   constexpr int kP = kPitch<kRows>;
   const int warp = warp_id();
@@ -70,7 +77,7 @@ __device__ __forceinline__ void invert_triangle(float* m) {
     float* x = m + warp * 32 * (kP + 1);
     float* y = x + 16 * kP;
     float c[2][4];
-    triangle_corner<16, 2>(c, y + 16, y, x, 0, 0);
+    triangle_corner<kProducts, 16>(c, y + 16, y, x, 0, 0);
     sync_warp();
     store_fragment<kP>(y, 0, 0, c);
   }
@@ -80,7 +87,7 @@ __device__ __forceinline__ void invert_triangle(float* m) {
     float c[2][4];
     const int m0 = (warp >> 1) * 16;
     const int n0 = (warp & 1) * 16;
-    triangle_corner<32, 2>(c, y + 32, y, m, m0, n0);
+    triangle_corner<kProducts, 32>(c, y + 32, y, m, m0, n0);
     sync_block();
     store_fragment<kP>(y, m0, n0, c);
   }

@@ -141,8 +141,8 @@ __device__ __forceinline__ void to_fragments(FragmentA<T> (&a)[4], const TokenCo
   for (int i = 0; i < 4; ++i) a[i] = to_a<T>(c[2 * i], c[2 * i + 1]);
 }
 
-// c += w m^T for a lower triangular m [64][64]: c_i gathers columns j <= i. With fewer tiles than 8, c holds the columns
-// from `first` on.
+// c += w m^T for a lower triangular m [64][64]: c_i gathers columns j <= i. With fewer tiles than 8, c holds the
+// columns from `first` on.
 template <class T, int kTiles>
 __device__ __forceinline__ void multiply_lower(float (&c)[kTiles][4], const TokenColumns& w, const T* m,
                                                int first = 0) {
@@ -251,25 +251,33 @@ __device__ __forceinline__ void scale(float (&c)[kTiles][4], float factor) {
   }
 }
 
-// Stores columns (8 kTiles tokens from w.token on, 16 values from w.column on) to a token tensor.
+// Stores columns of 8 kTiles tokens by 16 values at an aligned address of 16-bit elements: `rows` tokens and `columns`
+// values of them exist.
 template <class T, int kTiles>
-__device__ __forceinline__ void store_columns(const float (&c)[kTiles][4], const TensorArg& x, const Window& w) {
-  const int64_t base = x.offset(w.batch, w.token, w.head) + w.column * x.stride[3];
+__device__ __forceinline__ void store_columns_at(const float (&c)[kTiles][4], T* target, int64_t stride, int rows,
+                                                 int columns) {
   const int lane = lane_id();
+  const int column = 2 * (lane & 3);
+  rows -= lane >> 2;  // that lie ahead
+  T* p = target + (lane >> 2) * stride + column;
+  const int64_t step = opaque(8 * stride);
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+    const uint32_t upper = movmatrix_trans(pack2<T>(c[i][0], c[i][1]));
+    const uint32_t lower = movmatrix_trans(pack2<T>(c[i][2], c[i][3]));
+    if (8 * i < rows && column < columns) *reinterpret_cast<uint32_t*>(p) = upper;
+    if (8 * i < rows && column + 8 < columns) *reinterpret_cast<uint32_t*>(p + 8) = lower;
+    p += step;
+  }
+}
+
+// Stores columns (8 kTiles tokens by 16 values, from element `base` on) to a token tensor.
+template <class T, int kTiles>
+__device__ __forceinline__ void store_columns(const float (&c)[kTiles][4], const TensorArg& x, int64_t base, int rows,
+                                              int columns) {
   if constexpr (sizeof(T) == 2) {
     if (x.vector_bytes != 0) {
-      const int64_t step = opaque(8 * x.stride[1]);
-      const int column = 2 * (lane & 3);
-      const int rows = w.rows - (lane >> 2);  // that lie ahead
-      T* p = static_cast<T*>(x.data) + base + (lane >> 2) * x.stride[1] + column;
-#pragma unroll
-      for (int i = 0; i < kTiles; ++i) {
-        const uint32_t upper = movmatrix_trans(pack2<T>(c[i][0], c[i][1]));
-        const uint32_t lower = movmatrix_trans(pack2<T>(c[i][2], c[i][3]));
-        if (8 * i < rows && column < w.columns) *reinterpret_cast<uint32_t*>(p) = upper;
-        if (8 * i < rows && column + 8 < w.columns) *reinterpret_cast<uint32_t*>(p + 8) = lower;
-        p += step;
-      }
+      store_columns_at<T>(c, static_cast<T*>(x.data) + base, x.stride[1], rows, columns);
       return;
     }
   }
@@ -281,12 +289,17 @@ __device__ __forceinline__ void store_columns(const float (&c)[kTiles][4], const
     int64_t at = base + row * step + column * x.stride[3];
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
-      if (row < w.rows && column < w.columns) x.store(at, c[i][2 * half]);
-      if (row + 1 < w.rows && column < w.columns) x.store(at + step, c[i][2 * half + 1]);
+      if (row < rows && column < columns) x.store(at, c[i][2 * half]);
+      if (row + 1 < rows && column < columns) x.store(at + step, c[i][2 * half + 1]);
       at += 8 * step;
       row += 8;
     }
   }
+}
+
+template <class T, int kTiles>
+__device__ __forceinline__ void store_columns(const float (&c)[kTiles][4], const TensorArg& x, const Window& w) {
+  store_columns<T>(c, x, x.offset(w.batch, w.token, w.head) + w.column * x.stride[3], w.rows, w.columns);
 }
 
 // Adds the partial sums of a pair of warps; both get the same bits. `buffer`: 2 x 32 x 8 kTiles ... floats of the pair.

@@ -68,23 +68,27 @@ __device__ __forceinline__ void load_tile_async(T* tile, const TensorArg& x, con
 }
 
 // The same by a team of kThreads threads, of which this is number `thread`.
-template <class T, int kCols, int kVectorBytes, int kThreads>
+template <class T, int kCols, int kVectorBytes, int kThreads, bool kLower = false>
 __device__ __forceinline__ void load_tile_async_by(T* tile, const TensorArg& x, const Window& w, int thread) {
   using Share = RowShare<T, kCols, kVectorBytes>;
   const T* start = static_cast<const T*>(x.data);
-  const T* base = start + x.offset(w.batch, w.token, w.head) + w.column;
+  const T* base = start + opaque(x.offset(opaque(w.batch), w.token, opaque(w.head))) + w.column;
   if constexpr (kThreads >= Share::kPerRow) {
     constexpr int kStep = kThreads / Share::kPerRow;
     const int column = (thread & (Share::kPerRow - 1)) * Share::kElements;
     const int row = thread / Share::kPerRow;
     const int rows = column < w.columns ? w.rows - row : 0;  // that lie ahead and are valid
-    const int64_t stride = x.stride[1];
+    const int64_t stride = opaque(x.stride[1]);
     const T* source = base + row * stride + column;
     const int64_t step = opaque(kStep * stride);
     T* target = tile + row * kPitch<kCols> + column;
 #pragma unroll(kVectorBytes == 16 ? 8 : 1)
     for (int i = 0; i < kRows; i += kStep) {
-      cp_async<kVectorBytes>(target + i * kPitch<kCols>, source, i < rows);  // reads nothing if masked
+      // The rows of one block of 16 lie in the same pass or passes: its last column bounds them all.
+      static_assert(!kLower || kStep <= 16);
+      if (!kLower || column < (i + kStep - 1) / 16 * 16 + 16) {
+        cp_async<kVectorBytes>(target + i * kPitch<kCols>, source, i < rows);  // reads nothing if masked
+      }
       source += step;
     }
   } else {
@@ -115,6 +119,16 @@ __device__ __forceinline__ void load_tile_by(T* tile, const TensorArg& x, const 
       tile[row * kPitch<kCols> + column] =
           from_float<T>(valid ? x.load(base + row * x.stride[1] + column * x.stride[3]) : 0.0f);
     }
+  }
+}
+
+// The blocks of 16 x 16 on and below the diagonal of a lower triangular tile; what lies above is left as it is.
+template <class T, int kThreads>
+__device__ __forceinline__ void load_lower_tile_by(T* tile, const TensorArg& x, const Window& w, int thread) {
+  if (x.vector_bytes == 16) {
+    load_tile_async_by<T, kRows, 16, kThreads, true>(tile, x, w, thread);
+  } else {
+    load_tile_by<T, kRows, kThreads>(tile, x, w, thread);
   }
 }
 

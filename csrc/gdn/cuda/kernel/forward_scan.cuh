@@ -2,7 +2,7 @@
 //
 //   W = beta (v - decay (K S));  V' = A W;  O = scale decay (Q S) + P V';  S <- chunk_decay S + K^T (to_end V')
 //
-// with the state in registers (collective/state.cuh) and all other operands in tiles that a warp brings ahead
+// with the state in registers (collective/state.cuh) and all other operands in tiles that other warps bring ahead
 // (collective/scan.cuh). Three kernels run it: forward writes O; the backward pass wants the states and V'; the summary
 // of a segment wants what it makes of no state, S_ext, and of any, M.
 #pragma once
@@ -29,6 +29,7 @@ struct ForwardScanArgs {
   TensorArg P;           // with the scale
   const float* factors;  // [3][HV][B T]: decay, to_end, beta
   int64_t factor_stride;
+  int64_t factor_head_stride;  // B T
   TensorArg initial_state;
   TensorArg seeds;  // [places, HV, K, V] fp32: the states that enter the segments; in place of initial_state if split
   TensorArg final_state;
@@ -43,7 +44,7 @@ struct ForwardScanArgs {
   bool for_adjoint = false;
 };
 
-template <class T, int kKeyDim, int kSplit, ScanResult kResult>
+template <class T, int kKeyDim, class Team, ScanResult kResult>
 struct ForwardScanShared {
   struct Scores {
     Tile<T, kRows> P;
@@ -52,27 +53,30 @@ struct ForwardScanShared {
   struct Chunk : std::conditional_t<kResult == ScanResult::kOutput, Scores, Nothing> {
     Tile<T, kKeyDim> k;
     Tile<T, kRows> A;
-    Tile<T, kScanValues<kSplit>> v;
+    Tile<T, Team::kValues> v;
     float factors[3][kRows];  // decay, to_end, beta
+    alignas(16) int rows;
   };
   // Of a pair of warps: K S, and Q S.
-  static constexpr int kPartialFloats = kSplit == 1 ? 0 : (kResult == ScanResult::kOutput ? 2 : 1) * kSplit * 8 * 128;
+  static constexpr int kPartialFloats =
+      Team::kSplit == 1 ? 0 : (kResult == ScanResult::kOutput ? 2 : 1) * Team::kSplit * 8 * 128;
   static constexpr bool kQueries = kResult == ScanResult::kOutput;
 
   static constexpr size_t bytes(const ScanPipeline& pipeline) {
     return pipeline.stages * sizeof(Chunk) + (kQueries && !pipeline.shared_tile ? sizeof(Tile<T, kKeyDim>) : 0) +
-           kComputeWarps / kSplit * kPartialFloats * sizeof(float);
+           Team::kRowBlocks * kPartialFloats * sizeof(float);
   }
 };
 
-template <class T, int kKeyDim, int kSplit, ScanResult kResult>
-__global__ void __launch_bounds__(kScanThreads, (kScanResidency<T, kKeyDim>))
+template <class T, int kKeyDim, class Team, ScanResult kResult>
+__global__ void __launch_bounds__(Team::kThreads, (kScanResidency<T, kKeyDim, Team>))
     forward_scan_kernel(const ForwardScanArgs args) {
-  using Shared = ForwardScanShared<T, kKeyDim, kSplit, kResult>;
+  using Shared = ForwardScanShared<T, kKeyDim, Team, kResult>;
   using SharedChunk = typename Shared::Chunk;
+  constexpr int kSplit = Team::kSplit;
   constexpr int kKeys = kKeyDim / kSplit;
   constexpr int kP = kPitch<kKeyDim>;
-  constexpr int kValues = kScanValues<kSplit>;
+  constexpr int kValues = Team::kValues;
   constexpr int kValuePitch = kPitch<kValues>;
   constexpr bool kOutput = kResult == ScanResult::kOutput;
   constexpr bool kSummary = kResult == ScanResult::kSummary;
@@ -85,57 +89,68 @@ __global__ void __launch_bounds__(kScanThreads, (kScanResidency<T, kKeyDim>))
 
   const int map_blocks = kSummary ? (args.key_dim + kValues - 1) / kValues : 0;  // blocks of the columns of M
   const int64_t blocks = args.value_blocks + map_blocks;
-  const int64_t unit = blockIdx.x / blocks;
-  const int block = static_cast<int>(blockIdx.x - unit * blocks);
-  const int64_t place = unit / args.value_heads;
-  const int64_t head = unit - place * args.value_heads;
-  const int64_t key_head = head / args.group;
-  Segment segment;
-  if (!find_segment(args.sequences, place, segment)) return;
-  const bool of_map = kSummary && block >= args.value_blocks;
+  ScanUnit unit;
+  if (!find_unit(args.sequences, args.value_heads, blocks, blockIdx.x, unit)) return;
+  const Segment& segment = unit.segment;
+  const bool of_map = kSummary && unit.block >= args.value_blocks;
   if (kSummary && segment.last && (segment.first || !of_map || !args.for_adjoint)) return;
-  const int block_value = (of_map ? block - static_cast<int>(args.value_blocks) : block) * kValues;
+  const int64_t head = unit.head;
+  const int first_block = of_map ? static_cast<int>(args.value_blocks) : 0;
+  const int block_value = (unit.block - first_block) * kValues;
   const int value_dim = of_map ? args.key_dim : args.value_dim;
 
-  if (is_load_warp()) {
+  if (load_thread<Team>() >= 0) {
+    const int64_t key_head = static_cast<uint32_t>(head) / static_cast<uint32_t>(args.group);
     const auto load_keys = [&](int c, int stage) {
-      load_tile_by<T, kKeyDim, kLoadThreads>(
+      load_tile_by<T, kKeyDim, Team::kLoadThreads>(
           chunks[stage].k.data, args.k,
           chunk_window(args.sequences, segment.sequence, segment.first_chunk + c, key_head, 0, args.key_dim),
-          load_thread());
+          load_thread<Team>());
     };
     const auto load_queries = [&](int c) {
-      load_tile_by<T, kKeyDim, kLoadThreads>(
+      load_tile_by<T, kKeyDim, Team::kLoadThreads>(
           queries, args.q,
           chunk_window(args.sequences, segment.sequence, segment.first_chunk + c, key_head, 0, args.key_dim),
-          load_thread());
+          load_thread<Team>());
     };
     const int columns = of_map ? 0 : value_dim - block_value;  // v is zero for M
-    const float* factors = args.factors + head * (args.factor_stride / args.value_heads);
+    const float* factors = args.factors + head * args.factor_head_stride;
     const auto load_chunk = [&](int c, int stage) {
       SharedChunk& chunk = chunks[stage];
       load_keys(c, stage);
-      Window window = chunk_window(args.sequences, segment.sequence, segment.first_chunk + c, head, 0,
-                                   args.sequences.chunk_size);
-      load_tile_by<T, kRows, kLoadThreads>(chunk.A.data, args.A, window, load_thread());
-      if constexpr (kOutput) load_tile_by<T, kRows, kLoadThreads>(chunk.P.data, args.P, window, load_thread());
-      load_factors(chunk.factors, factors + window.batch * args.sequences.tokens + window.token, args.factor_stride,
-                   window.rows);
+      Window window =
+          chunk_window(args.sequences, segment.sequence, segment.first_chunk + c, head, 0, args.sequences.chunk_size);
+      load_lower_tile_by<T, Team::kLoadThreads>(chunk.A.data, args.A, window, load_thread<Team>());
+      if constexpr (kOutput)
+        load_lower_tile_by<T, Team::kLoadThreads>(chunk.P.data, args.P, window, load_thread<Team>());
+      load_factors<Team>(chunk.factors, factors + window.batch * args.sequences.tokens + window.token,
+                         args.factor_stride, window.rows);
+      if (load_thread<Team>() == 0) chunk.rows = window.rows;
       window.column = of_map ? 0 : block_value;
       window.columns = columns;
-      load_tile_by<T, kValues, kLoadThreads>(chunk.v.data, args.v, window, load_thread());
+      load_tile_by<T, kValues, Team::kLoadThreads>(chunk.v.data, args.v, window, load_thread<Team>());
     };
-    bring_chunks<kOutput ? ScanQueries::kBetweenKeys : ScanQueries::kNone>(segment.num_chunks, args.pipeline, load_chunk, load_queries, load_keys);
+    bring_chunks<Team, kOutput ? ScanQueries::kBetweenKeys : ScanQueries::kNone>(segment.num_chunks, args.pipeline,
+                                                                                 load_chunk, load_queries, load_keys);
     return;
   }
 
   const int key_part = warp_id() % kSplit;
   const int row_block = warp_id() / kSplit;
   const int tile_value = 16 * row_block;
-  StatePart part = {segment.sequence_index, head,         key_part * kKeys, block_value + tile_value,
-                    args.key_dim,           value_dim};
+  const auto part_of = [&](const ScanUnit& u, int64_t sequence) {
+    const int warp = warp_id();
+    const int first = kSummary && u.block >= args.value_blocks ? static_cast<int>(args.value_blocks) : 0;
+    return StatePart{sequence,
+                     u.head,
+                     warp % kSplit * kKeys,
+                     (u.block - first) * Team::kValues + 16 * (warp / kSplit),
+                     args.key_dim,
+                     first != 0 ? args.key_dim : args.value_dim};
+  };
   float s[kKeys / 8][4];
   if constexpr (kSummary) {
+    const StatePart part = part_of(unit, 0);
 #pragma unroll
     for (int i = 0; i < kKeys / 8; ++i) {
 #pragma unroll
@@ -144,50 +159,55 @@ __global__ void __launch_bounds__(kScanThreads, (kScanResidency<T, kKeyDim>))
       }
     }
   } else if (args.seeds) {
-    StatePart entry = part;
-    entry.sequence = place;
-    load_state<kKeys>(s, args.seeds, entry);
+    load_state<kKeys>(s, args.seeds, part_of(unit, unit.place));
   } else {
-    load_state<kKeys>(s, args.initial_state, part);
+    load_state<kKeys>(s, args.initial_state, part_of(unit, segment.sequence_index));
   }
 
+  // Where the results of the chunk in hand lie: as little as the loop needs, since registers are scarce.
+  const int value = block_value + tile_value;
+  const Window begin =
+      chunk_window(args.sequences, segment.sequence, segment.first_chunk, head, value, value_dim - value);
+  const TensorArg& result = kOutput ? args.o : args.residual;
+  [[maybe_unused]] int64_t result_at =
+      result.offset(begin.batch, begin.token, begin.head) + begin.column * result.stride[3];
+  [[maybe_unused]] int64_t state_at =
+      ((segment.sequence.first_slot + segment.first_chunk) * args.value_heads + head) * args.state_elements;
+  const int key = key_part * kKeys;
   [[maybe_unused]] float* pair_partial = partial + row_block * Shared::kPartialFloats;
-  ScanConsumer consumer(segment.num_chunks, args.pipeline);
-  for (int c = 0; c < segment.num_chunks; ++c) {
+  ScanConsumer<Team> consumer(segment.num_chunks, args.pipeline);
+  for (; consumer.left() > 0; consumer.release_chunk()) {
     const SharedChunk& chunk = chunks[consumer.stage()];
     if constexpr (kResult == ScanResult::kStates) {
-      const int64_t slot = segment.sequence.first_slot + segment.first_chunk + c;
-      store_state_blocks<T, kKeyDim, kKeys>(
-          s, static_cast<T*>(args.states) + (slot * args.value_heads + head) * args.state_elements, part);
+      store_state_blocks<T, kKeyDim, kKeys>(s, static_cast<T*>(args.states) + state_at, {0, 0, key, value, 0, 0});
+      state_at += args.value_heads * args.state_elements;
     }
     consumer.wait_chunk();
 
     TokenColumns w;
     clear(w);
-    multiply_state<T, kP, kKeys>(w, s, chunk.k.data, part.key);
-    if constexpr (kSplit > 1) exchange_partials<kSplit>(pair_partial, w, key_part, row_block);
+    multiply_state<T, kP, kKeys>(w, s, chunk.k.data, key);
+    if constexpr (kSplit > 1) exchange_partials<Team>(pair_partial, w, key_part, row_block);
     take_residual<T, kValuePitch>(w, chunk.v.data, tile_value, chunk.factors[0], chunk.factors[2]);
     TokenColumns v;
     clear(v);
     multiply_lower<T>(v, w, chunk.A.data);
 
-    const Window rows = chunk_window(args.sequences, segment.sequence, segment.first_chunk + c, head, part.value,
-                                     value_dim - part.value);
     if constexpr (kResult == ScanResult::kStates) {
-      if (key_part == 0) store_columns<T>(v, args.residual, rows);
+      if (key_part == 0) store_columns<T>(v, args.residual, result_at, chunk.rows, value_dim - value);
     }
     if constexpr (kOutput) {
       TokenColumns all;
       clear(all);
       consumer.wait_queries();
-      multiply_state<T, kP, kKeys>(all, s, queries, part.key);
+      multiply_state<T, kP, kKeys>(all, s, queries, key);
       consumer.release_queries();
       // The warps of a pair finish the output of half of the tokens each.
       constexpr int kOutTiles = 8 / kSplit;
       float o[kOutTiles][4];
       const int first = 8 * kOutTiles * key_part;
       if constexpr (kSplit > 1) {
-        exchange_partials<kSplit>(pair_partial + kSplit * 8 * 128, all, key_part, row_block);
+        exchange_partials<Team>(pair_partial + kSplit * 8 * 128, all, key_part, row_block);
       }
 #pragma unroll
       for (int i = 0; i < kOutTiles; ++i) {
@@ -198,27 +218,28 @@ __global__ void __launch_bounds__(kScanThreads, (kScanResidency<T, kKeyDim>))
       }
       scale_columns(o, chunk.factors[0] + first);
       multiply_lower<T>(o, v, chunk.P.data, first);
-      Window mine = rows;
-      mine.token += first;
-      mine.rows -= first;
-      store_columns<T>(o, args.o, mine);
+      store_columns<T>(o, args.o, result_at + first * args.o.stride[1], chunk.rows - first, value_dim - value);
       consumer.wait_keys();
     }
 
     // S <- chunk_decay S + K^T (to_end V')
-    scale(s, chunk.factors[0][rows.rows - 1]);
+    scale(s, chunk.factors[0][chunk.rows - 1]);
     scale_columns(v, chunk.factors[1]);
-    update_state<T, kP, kKeys>(s, v, chunk.k.data, part.key);
-    consumer.release_chunk();
+    update_state<T, kP, kKeys>(s, v, chunk.k.data, key);
+    result_at += args.sequences.chunk_size * result.stride[1];
   }
 
+  // Found again rather than kept through the loop.
+  ScanUnit again;
+  find_unit(args.sequences, args.value_heads, blocks, opaque(static_cast<int64_t>(blockIdx.x)), again);
   if constexpr (kSummary) {
     TensorArg target = args.summary;
-    target.data = static_cast<float*>(target.data) + (of_map ? args.value_dim : 0);
-    part.sequence = place;
-    store_state<kKeys>(s, target, part);
+    target.data = static_cast<float*>(target.data) + (again.block >= args.value_blocks ? args.value_dim : 0);
+    store_state<kKeys>(s, target, part_of(again, again.place));
   } else {
-    if (args.final_state && segment.last) store_state<kKeys>(s, args.final_state, part);
+    if (args.final_state && again.segment.last) {
+      store_state<kKeys>(s, args.final_state, part_of(again, again.segment.sequence_index));
+    }
   }
 }
 

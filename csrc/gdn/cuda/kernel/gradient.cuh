@@ -42,12 +42,22 @@ __device__ __forceinline__ float half_row_dot(const T* a, const T* b) {
 }
 static_assert(kProductThreads == 2 * kRows);
 
+// Rows of the gates as prepare left them.
+struct ScoreGates {
+  float beta[kRows];
+  float high[kRows];
+  float low[kRows];
+  int segment[kRows];  // plus one: 0 past the chunk
+
+  __device__ GateRow row(int i) const { return {high[i], low[i], segment[i]}; }
+};
+
 // Tiles arrive a step ahead of their use: first q and k, 64 columns a step, then for each value head dO, dW, V' and v.
 template <class T>
 struct ScoreGradientShared {
   Tile<T, kRows> stages[2][4];  // behind a head's last step, the one in hand takes dP and M on their way out
   float column_sums[kProductThreads / 32][kRows];  // of what the gate sees of pairs of rows, by warp
-  GateRows gates[kProductThreads / 32];
+  ScoreGates gates[2];
 };
 
 template <class T>
@@ -76,12 +86,27 @@ __global__ void __launch_bounds__(kProductThreads, 2) score_gradient_kernel(cons
       load_tile<T, kRows>(tiles[0].data, args.q, window);
       load_tile<T, kRows>(tiles[1].data, args.k, window);
     } else if (next_head < end_head) {
-      const Window window = {chunk.batch, chunk.token,  chunk.length,
+      const Window window = {chunk.batch, chunk.token, chunk.length,
                              next_head,   next_column, args.value_dim - next_column};
       load_tile<T, kRows>(tiles[0].data, args.grad_output, window);
       load_tile<T, kRows>(tiles[1].data, args.dW, window);
       load_tile<T, kRows>(tiles[2].data, args.residual, window);
       load_tile<T, kRows>(tiles[3].data, args.v, window);
+      if (next_column == 0) {
+        ScoreGates& gates = shared.gates[(next_head - first_head) & 1];
+        const float* source =
+            args.factors + next_head * args.sums.head_stride + chunk.batch * args.sequences.tokens + chunk.token;
+        const int row = thread & (kRows - 1);
+        const bool valid = row < chunk.length;
+        const int64_t from = valid ? row : 0;
+        if (thread < kRows) {
+          cp_async<4>(&gates.beta[row], source + 2 * args.sums.stride + from, valid);
+          cp_async<4>(&gates.high[row], source + 3 * args.sums.stride + from, valid);
+        } else {
+          cp_async<4>(&gates.low[row], source + 4 * args.sums.stride + from, valid);
+          cp_async<4>(&gates.segment[row], source + 5 * args.sums.stride + from, valid);
+        }
+      }
     }
     cp_async_commit();
     next_stage ^= 1;
@@ -100,18 +125,11 @@ __global__ void __launch_bounds__(kProductThreads, 2) score_gradient_kernel(cons
     stage ^= 1;
     return shared.stages[stage];
   };
-  const auto make_gates = [&](int64_t from) {  // of the heads from `from` on, one a warp
-    const int64_t head = from + warp_id();
-    if (head >= end_head) return;
-    load_gates<GateKind::kLogDecay>(shared.gates[warp_id()], args.gates, chunk.batch, chunk.token, chunk.length, head);
-  };
-
   float qk[8][4];
   float kk[8][4];
   clear(qk);
   clear(kk);
   issue();
-  make_gates(first_head);
   for (int step = 0; step < key_steps; ++step) {
     const Tile<T, kRows>* tiles = advance();
     multiply_lower_pair<T>(qk, kk, tiles[0].data, tiles[1].data, tiles[1].data, m0);
@@ -119,8 +137,6 @@ __global__ void __launch_bounds__(kProductThreads, 2) score_gradient_kernel(cons
   }
 
   for (int64_t head = first_head; head < end_head; ++head) {
-    const int turn = static_cast<int>(head - first_head) % kWarps;
-    if (turn == 0 && head != first_head) make_gates(head);
     float dp[8][4];
     float dl[8][4];
     clear(dp);
@@ -136,7 +152,7 @@ __global__ void __launch_bounds__(kProductThreads, 2) score_gradient_kernel(cons
     value_sum += shuffle_xor(value_sum, 1);
 
     // Both sums of the gate come from the same numbers, strictly below the diagonal, where nothing large cancels.
-    const GateRows& gates = shared.gates[turn];
+    const ScoreGates& gates = shared.gates[(head - first_head) & 1];
     const GateRow rows[2] = {gates.row(m0 + fragment_row(0)), gates.row(m0 + fragment_row(2))};
     float row_sum[2] = {0.0f, 0.0f};       // of what the gate sees
     float strength_sum[2] = {0.0f, 0.0f};  // of what beta sees

@@ -34,7 +34,7 @@ struct GradientArgs {
   TensorArg residual;  // V'
   TensorArg dW;
   GateArgs gates;
-  const float* factors;  // [3][HV][B T]: decay, to_end, beta
+  const float* factors;  // [6][HV][B T]: see PrepareArgs
   const void* S;  // [slot][HV] blocks
   const void* D;
   int64_t state_elements;

@@ -22,9 +22,11 @@ struct PrepareArgs {
   TensorArg L;  // [B, T, HV, C]
   TensorArg A;  // [B, T, HV, C]
   TensorArg P;  // [B, T, HV, C], scale (q k^T) between(i, j) on and below the diagonal
-  // [3][HV][B T] fp32: decay, to_end, beta
+  // [3][HV][B T] fp32: decay, to_end, beta; with gate_rows [6]: also the running sum, high and low, and, as an integer,
+  // the number of resets through the row plus one.
   float* factors;
   int64_t factor_stride;  // HV B T
+  bool gate_rows = false;
 };
 
 inline constexpr int kGateWarps = kInverseThreads / 32;  // value heads whose gates are made at once
@@ -84,7 +86,7 @@ __device__ __forceinline__ void store_triangle(const float* tile, const TensorAr
 }
 
 template <class T, GateKind kKind>
-__global__ void __launch_bounds__(kInverseThreads, 3)
+__global__ void __launch_bounds__(kInverseThreads, kKind == GateKind::kLogDecay ? 3 : 2)
     prepare_kernel(const PrepareArgs args) {
   PrepareShared<T>& shared = *reinterpret_cast<PrepareShared<T>*>(dynamic_shared_memory());
   constexpr int kP = kPitch<kRows>;
@@ -96,10 +98,6 @@ __global__ void __launch_bounds__(kInverseThreads, 3)
   const bool wants_scores = static_cast<bool>(args.P);
   const bool wants_triangle = args.A || args.L;
 
-  float kk[8][4];
-  float qk[8][4];
-  clear(kk);
-  clear(qk);
   const int blocks = (args.key_dim + kRows - 1) / kRows;
   const auto load_block = [&](int block) {
     const Window window = {chunk.batch,
@@ -111,13 +109,9 @@ __global__ void __launch_bounds__(kInverseThreads, 3)
     load_tile<T, kRows>(shared.operands.k[block & 1].data, args.k, window);
     if (wants_scores) load_tile<T, kRows>(shared.operands.q[block & 1].data, args.q, window);
   };
-  load_block(0);
-  cp_async_commit();
   const int64_t first_head = key_head * args.group;
   const int64_t end_head = first_head + args.group;
-  const auto make_gates = [&](int64_t from) {  // of the heads from `from` on, one a warp
-    const int64_t head = from + warp_id();
-    if (head >= end_head) return;
+  const auto make_gates = [&](int64_t head) {
     GateRows& gates = shared.gates[warp_id()];
     load_gates<kKind>(gates, args.gates, chunk.batch, chunk.token, chunk.length, head);
     if (args.factors == nullptr) return;
@@ -128,76 +122,87 @@ __global__ void __launch_bounds__(kInverseThreads, 3)
       target[row] = gates.decay[row];
       target[args.factor_stride + row] = gates.to_end[row];
       target[2 * args.factor_stride + row] = gates.beta[row];
+      if (!args.gate_rows) continue;
+      target[3 * args.factor_stride + row] = gates.high[row];
+      target[4 * args.factor_stride + row] = gates.low[row];
+      reinterpret_cast<int*>(target)[5 * args.factor_stride + row] = gates.segment[row] + 1;
     }
   };
-  make_gates(first_head);  // while the operands are on their way
-  for (int block = 0; block < blocks; ++block) {
-    if (block + 1 < blocks) load_block(block + 1);
-    cp_async_commit();
-    cp_async_wait<1>();
-    sync_block();
-    const T* k = shared.operands.k[block & 1].data;
-    const T* q = shared.operands.q[block & 1].data;
-#pragma unroll
-    for (int k0 = 0; k0 < kRows; k0 += 16) {
-      FragmentA<T> rows_k;
-      FragmentA<T> rows_q;
-      if (wants_triangle) rows_k = load_a<kP>(k, m0, k0);
-      if (wants_scores) rows_q = load_a<kP>(q, m0, k0);
-#pragma unroll
-      for (int n = 0; n < 8; n += 2) {
-        if (8 * n > m0 + 15) continue;  // above the diagonal
-        const FragmentB<T> b = load_b<kP>(k, 8 * n, k0);
-        if (wants_triangle) mma(kk[n], kk[n + 1], rows_k, b);
-        if (wants_scores) mma(qk[n], qk[n + 1], rows_q, b);
-      }
-    }
-    sync_block();
-  }
 
-  for (int64_t head = first_head; head < end_head; ++head) {
-    const int turn = static_cast<int>(head - first_head) % kGateWarps;
-    if (turn == 0 && head != first_head) {
-      make_gates(head);
+  // Value heads whose gates are made side by side, one a warp; larger groups take several rounds.
+  for (int64_t round = first_head; round < end_head; round += kGateWarps) {
+    load_block(0);
+    cp_async_commit();
+    if (round + warp_id() < end_head) make_gates(round + warp_id());  // while the operands are on their way
+
+    float kk[8][4];
+    float qk[8][4];
+    clear(kk);
+    clear(qk);
+    for (int block = 0; block < blocks; ++block) {
+      if (block + 1 < blocks) load_block(block + 1);
+      cp_async_commit();
+      cp_async_wait<1>();
       sync_block();
-    }
-    const GateRows& gates = shared.gates[turn];
-    GateRow rows[2];
-    rows[0] = gates.row(m0 + fragment_row(0));
-    rows[1] = gates.row(m0 + fragment_row(2));
+      const T* k = shared.operands.k[block & 1].data;
+      const T* q = shared.operands.q[block & 1].data;
 #pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      float l[1][4];
-      float p[1][4];
-      if (8 * n <= m0 + 15) {
-        const GateRow columns[2] = {gates.row(fragment_column(n, 0)), gates.row(fragment_column(n, 1))};
+      for (int k0 = 0; k0 < kRows; k0 += 16) {
+        FragmentA<T> rows_k;
+        FragmentA<T> rows_q;
+        if (wants_triangle) rows_k = load_a<kP>(k, m0, k0);
+        if (wants_scores) rows_q = load_a<kP>(q, m0, k0);
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int row = m0 + fragment_row(j);
-          const int column = fragment_column(n, j);
-          const float decay = rows[j >> 1].since(columns[j & 1]);
-          l[0][j] = column < row ? gates.beta[row] * (kk[n][j] * decay) : 0.0f;
-          p[0][j] = column <= row ? args.scale * qk[n][j] * decay : 0.0f;
+        for (int n = 0; n < 8; n += 2) {
+          if (8 * n > m0 + 15) continue;  // above the diagonal
+          const FragmentB<T> b = load_b<kP>(k, 8 * n, k0);
+          if (wants_triangle) mma(kk[n], kk[n + 1], rows_k, b);
+          if (wants_scores) mma(qk[n], qk[n + 1], rows_q, b);
         }
-      } else {
-        clear(l);
-        clear(p);
       }
-      if (wants_triangle) store_fragment<kP>(shared.matrices.triangle.data, m0, 8 * n, l);
-      if (wants_scores) store_fragment<kP>(shared.matrices.scores.data, m0, 8 * n, p);
-    }
-    sync_block();
-    const Window window = {chunk.batch, chunk.token, chunk.length, head, 0, args.sequences.chunk_size};
-    if (wants_scores) store_tile<T, kRows>(shared.matrices.scores.data, args.P, window);
-    if (args.L) {
-      store_tile<float, kRows>(shared.matrices.triangle.data, args.L, window);
       sync_block();
     }
-    if (args.A) {
-      invert_triangle(shared.matrices.triangle.data);
-      store_triangle<T>(shared.matrices.triangle.data, args.A, window);
+
+    for (int turn = 0; turn < kGateWarps && round + turn < end_head; ++turn) {
+      const int64_t head = round + turn;
+      const GateRows& gates = shared.gates[turn];
+      GateRow rows[2];
+      rows[0] = gates.row(m0 + fragment_row(0));
+      rows[1] = gates.row(m0 + fragment_row(2));
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        float l[1][4];
+        float p[1][4];
+        if (8 * n <= m0 + 15) {
+          const GateRow columns[2] = {gates.row(fragment_column(n, 0)), gates.row(fragment_column(n, 1))};
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const int row = m0 + fragment_row(j);
+            const int column = fragment_column(n, j);
+            const float decay = rows[j >> 1].since(columns[j & 1]);
+            l[0][j] = column < row ? gates.beta[row] * (kk[n][j] * decay) : 0.0f;
+            p[0][j] = column <= row ? args.scale * qk[n][j] * decay : 0.0f;
+          }
+        } else {
+          clear(l);
+          clear(p);
+        }
+        if (wants_triangle) store_fragment<kP>(shared.matrices.triangle.data, m0, 8 * n, l);
+        if (wants_scores) store_fragment<kP>(shared.matrices.scores.data, m0, 8 * n, p);
+      }
+      sync_block();
+      const Window window = {chunk.batch, chunk.token, chunk.length, head, 0, args.sequences.chunk_size};
+      if (wants_scores) store_tile<T, kRows>(shared.matrices.scores.data, args.P, window);
+      if (args.L) {
+        store_tile<float, kRows>(shared.matrices.triangle.data, args.L, window);
+        sync_block();
+      }
+      if (args.A) {
+        invert_triangle<kDTypeOf<T> == DType::kBFloat16 ? 1 : 3>(shared.matrices.triangle.data);
+        store_triangle<T>(shared.matrices.triangle.data, args.A, window);
+      }
+      sync_block();
     }
-    sync_block();
   }
 }
 

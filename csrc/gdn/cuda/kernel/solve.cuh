@@ -28,7 +28,7 @@ static __global__ void __launch_bounds__(kInverseThreads) solve_kernel(const Sol
                                           : 0.0f;
   }
   sync_block();
-  invert_triangle(m);
+  invert_triangle<3>(m);
   const Window window = {chunk.batch, chunk.token, chunk.length, head, 0, args.sequences.chunk_size};
   for (int i = static_cast<int>(threadIdx.x); i < kRows * kRows; i += kInverseThreads) {
     const int row = i / kRows;

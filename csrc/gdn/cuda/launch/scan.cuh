@@ -7,7 +7,11 @@
 
 namespace cula::gdn::cuda {
 
-// Whether a pass has blocks of 64 value columns too. With 256 keys, and in fp32 with 128, a warp can not hold them.
+// Blocks of 32 value columns, and of 64 where a multiprocessor has the registers. With 64 keys or fewer the latter need
+// no pairs.
+using NarrowTeam = ScanTeam<2, 2>;
+template <int kKeyDim>
+using WideTeam = std::conditional_t<kKeyDim <= 64, ScanTeam<1, 4>, ScanTeam<2, 4>>;
 template <class T, int kKeyDim>
 inline constexpr bool kHasWideBlocks = kKeyDim <= 64 || (kKeyDim == 128 && sizeof(T) == 2);
 
@@ -26,33 +30,33 @@ ScanPipeline choose_pipeline(int most_stages, bool queries, int residency, const
   return {1, queries};
 }
 
-template <class T, int kKeyDim, int kSplit, ScanResult kResult>
+template <class T, int kKeyDim, class Team, ScanResult kResult>
 void launch_scan(ForwardScanArgs args, const char* name, device::Stream stream) {
-  using Shared = ForwardScanShared<T, kKeyDim, kSplit, kResult>;
-  constexpr int kValues = kScanValues<kSplit>;
-  args.pipeline = choose_pipeline(Shared::kQueries ? 2 : kMaxStages, Shared::kQueries, kScanResidency<T, kKeyDim>,
+  using Shared = ForwardScanShared<T, kKeyDim, Team, kResult>;
+  constexpr int kValues = Team::kValues;
+  args.pipeline = choose_pipeline(Shared::kQueries ? 2 : kMaxStages, Shared::kQueries, kScanResidency<T, kKeyDim, Team>,
                                   Shared::bytes);
   args.value_blocks = (args.value_dim + kValues - 1) / kValues;
   const int64_t map_blocks = kResult == ScanResult::kSummary ? (args.key_dim + kValues - 1) / kValues : 0;
-  device::launch<forward_scan_kernel<T, kKeyDim, kSplit, kResult>>(
+  device::launch<forward_scan_kernel<T, kKeyDim, Team, kResult>>(
       name,
       {.blocks = args.sequences.num_segment_places() * args.value_heads * (args.value_blocks + map_blocks),
-       .threads = kScanThreads,
+       .threads = Team::kThreads,
        .shared_bytes = Shared::bytes(args.pipeline),
        .stream = stream},
       args);
 }
 
-template <class T, int kKeyDim, bool kSummary, int kSplit>
+template <class T, int kKeyDim, class Team, bool kSummary>
 void launch_adjoint(AdjointScanArgs args, const char* name, device::Stream stream) {
-  using Shared = AdjointScanShared<T, kKeyDim, kSplit>;
-  constexpr int kValues = kScanValues<kSplit>;
-  args.pipeline = choose_pipeline(2, true, kScanResidency<T, kKeyDim>, Shared::bytes);
+  using Shared = AdjointScanShared<T, kKeyDim, Team>;
+  constexpr int kValues = Team::kValues;
+  args.pipeline = choose_pipeline(2, true, kScanResidency<T, kKeyDim, Team>, Shared::bytes);
   args.value_blocks = (args.value_dim + kValues - 1) / kValues;
-  device::launch<adjoint_scan_kernel<T, kKeyDim, kSplit, kSummary>>(
+  device::launch<adjoint_scan_kernel<T, kKeyDim, Team, kSummary>>(
       name,
       {.blocks = args.sequences.num_segment_places() * args.value_heads * args.value_blocks,
-       .threads = kScanThreads,
+       .threads = Team::kThreads,
        .shared_bytes = Shared::bytes(args.pipeline),
        .stream = stream},
       args);
@@ -61,17 +65,17 @@ void launch_adjoint(AdjointScanArgs args, const char* name, device::Stream strea
 template <class T, int kKeyDim, ScanResult kResult>
 void launch_scan_for(const ForwardScanArgs& args, bool narrow, const char* name, device::Stream stream) {
   if constexpr (kHasWideBlocks<T, kKeyDim>) {
-    if (!narrow) return launch_scan<T, kKeyDim, 1, kResult>(args, name, stream);
+    if (!narrow) return launch_scan<T, kKeyDim, WideTeam<kKeyDim>, kResult>(args, name, stream);
   }
-  launch_scan<T, kKeyDim, 2, kResult>(args, name, stream);
+  launch_scan<T, kKeyDim, NarrowTeam, kResult>(args, name, stream);
 }
 
 template <class T, int kKeyDim, bool kSummary>
 void launch_adjoint_for(const AdjointScanArgs& args, bool narrow, const char* name, device::Stream stream) {
   if constexpr (kHasWideBlocks<T, kKeyDim>) {
-    if (!narrow) return launch_adjoint<T, kKeyDim, kSummary, 1>(args, name, stream);
+    if (!narrow) return launch_adjoint<T, kKeyDim, WideTeam<kKeyDim>, kSummary>(args, name, stream);
   }
-  launch_adjoint<T, kKeyDim, kSummary, 2>(args, name, stream);
+  launch_adjoint<T, kKeyDim, NarrowTeam, kSummary>(args, name, stream);
 }
 
 // Calls f with the padded key dimension as a constant.
@@ -90,9 +94,8 @@ void launch_forward_scan(const ForwardScanArgs& args, bool narrow, device::Strea
 }
 template <class T>
 void launch_state_scan(const ForwardScanArgs& args, bool narrow, device::Stream stream) {
-  with_key_dim(args.key_dim, [&](auto keys) {
-    launch_scan_for<T, keys(), ScanResult::kStates>(args, narrow, "state_scan", stream);
-  });
+  with_key_dim(args.key_dim,
+               [&](auto keys) { launch_scan_for<T, keys(), ScanResult::kStates>(args, narrow, "state_scan", stream); });
 }
 template <class T>
 void launch_state_summary(const ForwardScanArgs& args, bool narrow, device::Stream stream) {

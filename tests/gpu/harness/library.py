@@ -1,0 +1,197 @@
+"""The library under test, through the C entry of entry.cpp and DLPack structures made by hand."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import itertools
+from collections.abc import Callable
+
+import torch
+
+Tensor = torch.Tensor
+
+class DLDevice(ctypes.Structure):
+    _fields_ = [("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32)]
+
+
+class DLDataType(ctypes.Structure):
+    _fields_ = [("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16)]
+
+
+class DLTensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device", DLDevice),
+        ("ndim", ctypes.c_int32),
+        ("dtype", DLDataType),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+class CProblem(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("B", "T", "H", "HV", "K", "V", "C")),
+        ("offsets", ctypes.POINTER(ctypes.c_int64)),
+        ("num_offsets", ctypes.c_int64),
+        ("scale", ctypes.c_double),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        *((name, ctypes.c_uint8) for name in ("l2norm", "gate", "sigmoid", "neg_eigval", "v_first")),
+    ]
+
+
+DTYPES = {
+    torch.float64: (2, 64),
+    torch.float32: (2, 32),
+    torch.float16: (2, 16),
+    torch.bfloat16: (4, 16),
+    torch.int64: (0, 64),
+    torch.int32: (0, 32),
+}
+
+
+def view(tensor: Tensor | None) -> DLTensor | None:
+    """A DLPack view whose device is CUDA, also for the emulator."""
+    if tensor is None:
+        return None
+    n = tensor.dim()
+    code, bits = DTYPES[tensor.dtype]
+    return DLTensor(
+        tensor.data_ptr(),
+        DLDevice(2, tensor.device.index or 0),
+        n,
+        DLDataType(code, bits, 1),
+        (ctypes.c_int64 * n)(*tensor.shape),
+        (ctypes.c_int64 * n)(*tensor.stride()),
+        0,
+    )
+
+
+@dataclasses.dataclass
+class Shape:
+    """What a plan is made of."""
+
+    dtype: torch.dtype = torch.bfloat16
+    B: int = 1
+    T: int = 64
+    H: int = 1
+    HV: int = 1
+    K: int = 64
+    V: int = 64
+    C: int = 64
+    offsets: list[int] | None = None
+    scale: float = 0.0
+    l2norm: bool = False
+    gate: bool = False
+    sigmoid: bool = False
+    neg_eigval: bool = False
+    v_first: bool = False
+
+    @property
+    def N(self) -> int:
+        return self.B if self.offsets is None else len(self.offsets) - 1
+
+    @property
+    def ranges(self) -> list[tuple[int, int, int]]:
+        """(row of the batch, begin, end) of each sequence."""
+        if self.offsets is None:
+            return [(b, 0, self.T) for b in range(self.B)]
+        return [(0, a, b) for a, b in itertools.pairwise(self.offsets)]
+
+    @property
+    def chunks(self) -> list[tuple[int, int, int, int, int]]:
+        """(sequence, row of the batch, index among its row's chunks, begin, end)."""
+        result = []
+        count = dict.fromkeys(range(self.B), 0)
+        for n, (b, begin, end) in enumerate(self.ranges):
+            for at in range(begin, end, self.C):
+                result.append((n, b, count[b], at, min(at + self.C, end)))
+                count[b] += 1
+        return result
+
+    @property
+    def NT(self) -> int:
+        return len(self.chunks) // self.B
+
+    @property
+    def multiplier(self) -> float:
+        return self.scale or self.K**-0.5
+
+    def state(self, *dims: int) -> tuple[int, ...]:
+        return (*dims, self.V, self.K) if self.v_first else (*dims, self.K, self.V)
+
+
+class LibraryError(RuntimeError):
+    pass
+
+
+class Library:
+    def __init__(self, path: str, device: str) -> None:
+        self.lib = ctypes.CDLL(path)
+        self.lib.cula_plan.restype = ctypes.c_void_p
+        self.lib.cula_free_plan.argtypes = [ctypes.c_void_p]
+        self.lib.cula_workspace.restype = ctypes.c_int64
+        self.lib.cula_workspace.argtypes = [ctypes.c_void_p, ctypes.c_int]
+        self.device = device
+        self.error = ctypes.create_string_buffer(1000)
+
+    def plan(self, shape: Shape) -> int:
+        code, bits = DTYPES[shape.dtype]
+        offsets = None if shape.offsets is None else (ctypes.c_int64 * len(shape.offsets))(*shape.offsets)
+        problem = CProblem(
+            *(shape.B, shape.T, shape.H, shape.HV, shape.K, shape.V, shape.C),
+            *(offsets, len(shape.offsets or []), shape.scale, code, bits),
+            *(shape.l2norm, shape.gate, shape.sigmoid, shape.neg_eigval, shape.v_first),
+        )
+        plan = self.lib.cula_plan(ctypes.byref(problem), 0, self.error, ctypes.c_size_t(1000))
+        if not plan:
+            raise LibraryError(self.error.value.decode())
+        return plan
+
+    def prepared(
+        self,
+        name: str,
+        plan: int,
+        tensors: list[Tensor | None],
+        scalars: tuple[float, ...] = (),
+        kind: int | None = None,
+    ) -> Callable[[], None]:
+        """A function that makes the call; its workspace is poisoned behind its end."""
+        views = [view(tensor) for tensor in tensors]
+        pointers = (ctypes.POINTER(DLTensor) * 32)()
+        for i, item in enumerate(views):
+            if item is not None:
+                pointers[i] = ctypes.pointer(item)
+        size = 0 if kind is None else self.lib.cula_workspace(plan, kind)
+        workspace = torch.full((size + 64,), 255, dtype=torch.uint8, device=self.device)
+        numbers = (ctypes.c_double * 4)(*scalars)
+
+        def call() -> None:
+            stream = torch.cuda.current_stream().cuda_stream if self.device == "cuda" else 0
+            status = self.lib.cula_call(
+                name.encode(), ctypes.c_void_p(plan), pointers, numbers, ctypes.c_void_p(workspace.data_ptr()),
+                ctypes.c_int64(size), ctypes.c_void_p(stream), self.error, ctypes.c_size_t(1000),
+            )  # fmt: skip
+            if status != 0:
+                raise LibraryError(f"{name}: {self.error.value.decode()}")
+
+        def check_guard() -> None:
+            if not bool((workspace[size:] == 255).all()):
+                raise LibraryError(f"{name}: wrote behind its workspace")
+
+        call.keep = (views, tensors, workspace)  # type: ignore[attr-defined]
+        call.check_guard = check_guard  # type: ignore[attr-defined]
+        return call
+
+    def run(self, name: str, shape: Shape, tensors: list[Tensor | None], scalars: tuple[float, ...] = (),
+            kind: int | None = None) -> None:  # fmt: skip
+        plan = self.plan(shape)
+        try:
+            call = self.prepared(name, plan, tensors, scalars, kind)
+            call()
+            call.check_guard()  # type: ignore[attr-defined]
+        finally:
+            self.lib.cula_free_plan(plan)
