@@ -1,12 +1,14 @@
 # make demo     train a small language model on real text, with everything set up from nothing
 # make test     C++ and Python tests, likewise
+# make test-gpu      the GPU suite and its results page, docs/results/h200-cuda.md; needs a GPU, nvcc and a torch with CUDA
+# make sanitize-gpu  a subset of it under compute-sanitizer's four tools
 # make bench    the CPU benchmark page, docs/results/cpu.md
 # make lint     formatting, clang-tidy, ruff, mypy          make format   rewrite files as the formatters want them
 # make clean    remove what was built; .venv stays (make distclean removes it too)
 #
 # Needs g++, make and Python 3.10 or newer with venv; everything else comes from PyPI into .venv. Settings:
 # PYTHON (interpreter to start from), VENV, BUILD (folders), JOBS, CULA_CUDA (AUTO: GPU code where nvcc is found, or OFF),
-# CMAKE_ARGS, DEMO_ARGS, PYTEST_ARGS.
+# CMAKE_ARGS, DEMO_ARGS, PYTEST_ARGS, GPU_PYTHON (interpreter with torch for the GPU suite), GPU_ARGS.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -16,6 +18,8 @@ CULA_CUDA ?= AUTO
 CMAKE_ARGS ?=
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+GPU_PYTHON ?= $(bin)/python
+GPU_ARGS ?=
 
 bin := $(abspath $(VENV))/bin
 export PATH := $(bin):$(PATH)
@@ -27,7 +31,7 @@ export CULA_CUDA  # read by the wheel's build too
 sources := $(shell find cmake csrc cula tools/build_backend.py -type f -not -name '*.pyc' -not -name '*.so' 2>/dev/null)
 cpp_files = $(shell git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' | grep -v '^third_party/')
 
-.PHONY: demo test build test-cpp test-python bench lint format clean distclean
+.PHONY: demo test build test-cpp test-python test-gpu sanitize-gpu bench lint format clean distclean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.package
@@ -64,6 +68,21 @@ test-cpp: build
 
 test-python: $(VENV)/.package
 	$(bin)/pytest $(PYTEST_ARGS)
+
+gpu_library = $(BUILD)/libcula_gdn_test.so
+
+$(gpu_library): build
+	$(bin)/cmake --build $(BUILD) --target cula_gdn_test
+
+test-gpu: $(gpu_library)
+	$(GPU_PYTHON) tests/gpu/run_cuda.py --library $(gpu_library) --isolated --results docs/results \
+	  --commit $(shell git rev-parse --short HEAD) $(GPU_ARGS)
+
+# Kernels of every kind on small shapes: the tools run them up to hundreds of times slower.
+sanitize-gpu: $(gpu_library)
+	for tool in memcheck racecheck synccheck initcheck; do \
+	  compute-sanitizer --tool $$tool --error-exitcode 9 $(GPU_PYTHON) tests/gpu/run_cuda.py \
+	    --library $(gpu_library) --sanitizer $(GPU_ARGS) || exit 1; done
 
 bench: $(VENV)/.package
 	$(bin)/python benchmarks/bench_cpu.py --json out/bench_cpu.json --page docs/results/cpu.md \

@@ -61,8 +61,35 @@ def small_checks(run: Runner, backward: bool) -> None:
     for gate in (-2.0, -20.0, -200.0, -1e4):
         run.operator(f"op fp32 gate {gate:g}", Shape(FP32, T=70), Options(constant_gate=gate), backward=backward)
     run.operator("op fp32 strong gates", Shape(FP32, T=128), Options(gate_scale=100.0), backward=backward)
+    # Few units and many chunks: sequences run in segments.
+    weak = Options(gate_scale=0.05)
+    run.operator("op fp32 segments", Shape(FP32, T=640, C=16, H=1, HV=2), backward=backward)
+    run.operator(
+        "op fp32 segments packed",
+        Shape(FP32, T=800, C=16, K=32, V=40, offsets=[0, 5, 5, 700, 790], v_first=True),
+        weak,
+        backward=backward,
+    )
+    run.operator("op fp32 segments K200", Shape(FP32, T=640, C=16, K=200, V=24), weak, backward=backward)
+    run.operator("op bf16 segments K128", Shape(BF16, T=640, C=16, K=128, V=128), weak, backward=backward)
+    # Many units: blocks of 64 value columns.
+    run.operator("op bf16 wide K128", Shape(BF16, T=70, H=35, HV=140, K=128, V=100), backward=backward)
+    run.operator("op fp16 wide", Shape(FP16, T=70, H=70, HV=140, V=61), backward=backward)
     run.operator("op bf16 no tokens", Shape(BF16, T=0), backward=backward)
     run.operator("op bf16 one token", Shape(BF16, T=1, H=1, HV=2), backward=backward)
+
+
+def sanitizer_checks(run: Runner) -> None:
+    """Every kernel once, as small as it gets."""
+    flags = {"l2norm": True, "gate": True, "sigmoid": True, "v_first": True}
+    run.operator("op bf16 packed", Shape(BF16, T=150, H=1, HV=2, K=64, V=64, offsets=[0, 1, 64, 64, 140], **flags))
+    run.operator("op bf16 segments", Shape(BF16, T=400, C=16, K=128, V=64), Options(gate_scale=0.05))
+    run.operator("op bf16 wide", Shape(BF16, T=66, H=70, HV=140, K=64, V=64))
+    run.operator("op bf16 wide K128", Shape(BF16, T=66, H=70, HV=140, K=128, V=64))
+    run.operator("op bf16 K256", Shape(BF16, T=70, K=256, V=40))
+    run.operator("op fp32", Shape(FP32, T=70, H=1, HV=2, V=17))
+    run.stages("stages bf16", Shape(BF16, T=75, H=1, HV=2))
+    run.stages("stages fp32 K200", Shape(FP32, T=66, K=200, V=24))
 
 
 def large_checks(run: Runner) -> None:
@@ -71,12 +98,14 @@ def large_checks(run: Runner) -> None:
         d = NAMES[dtype]
         for K, V in ((128, 128), (64, 64), (256, 512), (100, 60), (192, 96), (8, 256)):
             run.operator(f"op {d} {K}x{V}", Shape(dtype, B=2, T=300, H=2, HV=4, K=K, V=V))
+        run.operator(f"op {d} long", Shape(dtype, T=2100, H=1, HV=2, K=128, V=128), Options(gate_scale=1 / 16))
         run.operator(f"op {d} many heads", Shape(dtype, B=2, T=130, H=16, HV=64, K=128, V=128))
         run.operator(
             f"op {d} packed", Shape(dtype, T=600, H=2, HV=6, K=128, V=128, offsets=[0, 15, 100, 300, 300, 595])
         )
         run.operator(f"op {d} layer", Shape(dtype, B=1, T=260, H=2, HV=4, K=256, V=512, l2norm=True, gate=True,
                                             sigmoid=True, v_first=True))  # fmt: skip
+    run.operator("op fp32 wide", Shape(FP32, T=70, H=70, HV=140))
     many = [16 * i for i in range(301)]
     run.operator("op bf16 300 documents", Shape(BF16, T=many[-1], H=4, HV=4, K=32, V=32, offsets=many))
 
@@ -104,6 +133,9 @@ def against_baseline(run: Runner) -> None:
     run.report("errors at most FLA's", {name: (value, BASELINE[name]) for name, value in errors.items()})
 
 
+REPEATS = 1000
+
+
 def bits(run: Runner) -> None:
     """The same bits every time, whatever runs beside; replay of a captured graph follows cu_seqlens."""
     shape = Shape(BF16, T=700, H=4, HV=8, K=128, V=128, offsets=[0, 60, 128, 700])
@@ -112,12 +144,12 @@ def bits(run: Runner) -> None:
     first = run.forward(shape, Options(), t, saved=saved)
     gradients = run.backward(shape, Options(), t, saved)
     bad = 0
-    for _ in range(50):
+    for _ in range(REPEATS):
         again = run.forward(shape, Options(), t, saved=saved)
         bad += not all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
         repeated = run.backward(shape, Options(), t, saved)
         bad += not all(torch.equal(gradients[key], repeated[key]) for key in gradients)
-    run.report("bits: 50 repeats", {"different": (float(bad), 0.0)})
+    run.report(f"bits: {REPEATS} repeats", {"different": (float(bad), 0.0)})
 
     seqlens = torch.tensor(shape.offsets, dtype=torch.int32, device=run.device)
     o, ht = torch.empty_like(first[0]), torch.empty_like(first[1])

@@ -11,6 +11,7 @@ import torch
 
 Tensor = torch.Tensor
 
+
 class DLDevice(ctypes.Structure):
     _fields_ = [("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32)]
 

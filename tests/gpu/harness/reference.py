@@ -12,6 +12,7 @@ from harness.library import Shape
 Tensor = torch.Tensor
 INFINITY = float("inf")
 
+
 def effective(shape: Shape, t: dict[str, Tensor]) -> dict[str, Tensor]:
     """Float64 q, k, v, log decay and beta behind every flag, differentiable."""
     q, k = t["q"], t["k"]
@@ -66,6 +67,7 @@ def error(actual: Tensor, expected: Tensor) -> float:
     return difference / max(float(expected.norm()), 1e-30)
 
 
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 1e-2}
 
 
 @dataclasses.dataclass

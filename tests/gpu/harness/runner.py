@@ -12,12 +12,12 @@ from harness.stages import stage_errors
 
 Tensor = torch.Tensor
 
+
 class Runner:
-    def __init__(self, library: Library, only: str, verbose: bool) -> None:
+    def __init__(self, library: Library, only: str) -> None:
         self.library = library
         self.device = library.device
         self.only = only
-        self.verbose = verbose
         self.failures: list[str] = []
         self.count = 0
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 
+
 def stage_errors(runner: Runner, shape: Shape, with_gate: bool, backward: bool, resets: tuple[int, ...]
                  ) -> Iterator[tuple[str, tuple[float, float]]]:  # fmt: skip
     x = shape.dtype
@@ -116,9 +117,7 @@ def stage_errors(runner: Runner, shape: Shape, with_gate: bool, backward: bool, 
             kept, values[:, :, None] - values[:, None, :], torch.full((), -INFINITY).double().to(rows.device)
         )
         decay = torch.where(segment == 0, torch.exp2(values), torch.zeros_like(values))
-        to_end = torch.where(
-            segment == segment[:, -1:], torch.exp2(values[:, -1:] - values), torch.zeros_like(values)
-        )
+        to_end = torch.where(segment == segment[:, -1:], torch.exp2(values[:, -1:] - values), torch.zeros_like(values))
         return torch.exp2(difference), decay, to_end, decay[:, -1]
 
     def heads(x: Tensor, b: int, begin: int, end: int) -> Tensor:
