@@ -3,6 +3,7 @@
 
 #include "common/host/cpu_features.h"
 #include "gdn/backend.h"
+#include "gdn/segments.h"
 #include "gdn/validate.h"
 
 namespace cula::gdn {
@@ -123,6 +124,10 @@ std::string Plan::describe() const {
     text += concat("\n  instruction set: ", cpu_isa_name(), ", threads: ", num_threads_,
                    "\n  chunk-parallel units: ", static_cast<int64_t>(chunks_.size()) * p.heads,
                    ", sequential units: ", sequential_units(), " of ", value_block_, " state columns");
+  }
+  if (backend_ == Backend::kCuda) {
+    const ScanSizes sizes = scan_sizes(*this);
+    text += concat("\n  passes over the chunks: ", choose_scan_schedule(sizes).describe(sizes.longest));
   }
   text += concat("\n  workspace: forward ", forward_workspace_bytes(false), " B (", forward_workspace_bytes(true),
                  " B when saving for backward), backward ", backward_workspace_bytes(), " B");

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "common/host/error.h"
+#include "common/host/tensor.h"
 
 namespace cula::gdn {
 
@@ -88,6 +88,21 @@ ScanSchedule choose_scan_schedule(const ScanSizes& sizes) {
   const ScanSchedule wide = {false, choose_segments(wide_work)};
   const bool narrow_wins = kNarrowCost * scan_time(narrow_work, narrow.segments) < scan_time(wide_work, wide.segments);
   return narrow_wins ? narrow : wide;
+}
+
+ScanSizes scan_sizes(const Plan& plan) {
+  const Problem& problem = plan.problem();
+  ScanSizes sizes;
+  for (const SequenceRange& sequence : plan.sequences()) {
+    sizes.sequences += sequence.num_chunks > 0;
+    sizes.longest = std::max(sizes.longest, sequence.num_chunks);
+  }
+  sizes.chunks = static_cast<int64_t>(plan.chunks().size());
+  sizes.value_heads = problem.value_heads;
+  sizes.key_dim = problem.key_dim;
+  sizes.value_dim = problem.value_dim;
+  sizes.element_bytes = static_cast<int64_t>(dtype_size(from_dlpack(problem.dtype, "dtype")));
+  return sizes;
 }
 
 }  // namespace cula::gdn

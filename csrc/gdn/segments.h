@@ -12,6 +12,8 @@
 #include <cstdint>
 #include <string>
 
+#include "gdn/gdn.h"
+
 namespace cula::gdn {
 
 // A pass over the chunks of all sequences, as the blocks of a grid see it.
@@ -75,5 +77,6 @@ struct ScanSchedule {
 // Blocks of 64 columns need registers for a whole row of the state.
 bool has_wide_blocks(int64_t key_dim, int64_t element_bytes);
 ScanSchedule choose_scan_schedule(const ScanSizes& sizes);
+ScanSizes scan_sizes(const Plan& plan);
 
 }  // namespace cula::gdn

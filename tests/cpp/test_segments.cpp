@@ -83,6 +83,41 @@ TEST(Segments, PlacesAreDisjoint) {
   }
 }
 
+gdn::ScanSchedule schedule_of(int64_t sequences, int64_t chunks, int64_t heads, int64_t key_dim, int64_t value_dim,
+                              int64_t element_bytes = 2) {
+  return gdn::choose_scan_schedule({sequences, chunks, sequences * chunks, heads, key_dim, value_dim, element_bytes});
+}
+
+TEST(ScanSchedule, ManyUnitsTakeWideBlocks) {
+  const gdn::ScanSchedule schedule = schedule_of(4, 128, 32, 128, 128);
+  EXPECT_FALSE(schedule.narrow);
+  EXPECT_FALSE(schedule.segments);
+}
+
+TEST(ScanSchedule, FewUnitsTakeNarrowBlocks) {
+  const gdn::ScanSchedule schedule = schedule_of(1, 512, 32, 128, 128);
+  EXPECT_TRUE(schedule.narrow);
+  EXPECT_FALSE(schedule.segments);
+}
+
+TEST(ScanSchedule, FewerAreSplit) {
+  EXPECT_TRUE(schedule_of(1, 512, 8, 64, 64).segments);
+  EXPECT_TRUE(schedule_of(1, 512, 2, 128, 128).segments);
+}
+
+TEST(ScanSchedule, WideBlocksNeedRegisters) {
+  EXPECT_TRUE(schedule_of(64, 64, 32, 256, 512).narrow);
+  EXPECT_TRUE(schedule_of(64, 64, 32, 128, 128, 4).narrow);
+  EXPECT_FALSE(schedule_of(64, 64, 32, 64, 64, 4).narrow);
+  EXPECT_TRUE(schedule_of(64, 64, 32, 64, 32).narrow);  // nothing for the other half of a wide block
+}
+
+TEST(ScanSchedule, NothingToDo) { EXPECT_FALSE(schedule_of(0, 0, 4, 64, 64).segments); }
+
+TEST(ScanSchedule, Printable) {
+  EXPECT_EQ(schedule_of(4, 128, 32, 128, 128).describe(128), "blocks of 64 value columns, sequences whole");
+}
+
 TEST(Segments, Printable) {
   EXPECT_EQ(gdn::Segments{}.describe(512), "sequences whole");
   EXPECT_EQ(gdn::Segments{64}.describe(512), "segments of 64 chunks, 8 in the longest sequence");

@@ -1,5 +1,3 @@
-#include <algorithm>
-
 #include "gdn/cuda/operator.h"
 
 namespace cula::gdn {
@@ -22,17 +20,7 @@ Call::Call(const Plan& plan, const DLTensor* cu_seqlens)
       token_rows(problem.batch * problem.tokens) {}
 
 ScanCut scan_cut(const Plan& plan) {
-  const Problem& problem = plan.problem();
-  ScanSizes sizes;
-  for (const SequenceRange& sequence : plan.sequences()) {
-    sizes.sequences += sequence.num_chunks > 0;
-    sizes.longest = std::max(sizes.longest, sequence.num_chunks);
-  }
-  sizes.chunks = static_cast<int64_t>(plan.chunks().size());
-  sizes.value_heads = problem.value_heads;
-  sizes.key_dim = problem.key_dim;
-  sizes.value_dim = problem.value_dim;
-  sizes.element_bytes = static_cast<int64_t>(dtype_size(from_dlpack(problem.dtype, "dtype")));
+  const ScanSizes sizes = scan_sizes(plan);
   return {choose_scan_schedule(sizes), sizes.longest};
 }
 

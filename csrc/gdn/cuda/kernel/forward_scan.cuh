@@ -207,15 +207,15 @@ __global__ void __launch_bounds__(Team::kThreads, (kScanResidency<T, kKeyDim, Te
       float o[kOutTiles][4];
       const int first = 8 * kOutTiles * key_part;
       if constexpr (kSplit > 1) {
-        exchange_partials<Team>(pair_partial + kSplit * 8 * 128, all, key_part, row_block);
-      }
+        exchange_halves<Team>(pair_partial + kSplit * 8 * 128, o, all, key_part, row_block);
+      } else {
 #pragma unroll
-      for (int i = 0; i < kOutTiles; ++i) {
+        for (int i = 0; i < kOutTiles; ++i) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          o[i][j] = args.scale * (kSplit == 1 || key_part == 0 ? all[i][j] : all[i + 8 - kOutTiles][j]);
+          for (int j = 0; j < 4; ++j) o[i][j] = all[i][j];
         }
       }
+      scale(o, args.scale);
       scale_columns(o, chunk.factors[0] + first);
       multiply_lower<T>(o, v, chunk.P.data, first);
       store_columns<T>(o, args.o, result_at + first * args.o.stride[1], chunk.rows - first, value_dim - value);

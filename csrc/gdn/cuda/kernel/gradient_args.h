@@ -35,7 +35,7 @@ struct GradientArgs {
   TensorArg dW;
   GateArgs gates;
   const float* factors;  // [6][HV][B T]: see PrepareArgs
-  const void* S;  // [slot][HV] blocks
+  const void* S;         // [slot][HV] blocks
   const void* D;
   int64_t state_elements;
   TensorArg dP;  // [B, T, HV, C]: scale (dO V'^T) between, on and below the diagonal
