@@ -138,5 +138,9 @@ __device__ __forceinline__ int64_t opaque(int64_t value) {
   asm volatile("" : "+l"(value));
   return value;
 }
+__device__ __forceinline__ int opaque(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
 
 }  // namespace cula::device

@@ -145,25 +145,11 @@ class ScanConsumer {
 // `buffer`: of this row block, 2 x kTiles x 128 floats.
 template <class Team, int kTiles>
 __device__ __forceinline__ void exchange_partials(float* buffer, float (&c)[kTiles][4], int part, int row_block) {
+  constexpr int kFloats = kTiles * 128;
+  write_partial(buffer + part * kFloats, c);
+  sync_named(kPair + row_block, 32 * Team::kSplit);
   static_assert(Team::kSplit == 2);  // the sum of two does not depend on their order
-  write_partial(buffer + part * kTiles * 128, c);
-  sync_named(kPair + row_block, 32 * Team::kSplit);
-  add_partial(c, buffer + (part ^ 1) * kTiles * 128);
-}
-
-// The same, where each of the pair needs half of the tiles: the first one those in front.
-template <class Team, int kTiles>
-__device__ __forceinline__ void exchange_halves(float* buffer, float (&half)[kTiles / 2][4],
-                                                const float (&c)[kTiles][4], int part, int row_block) {
-  static_assert(Team::kSplit == 2);
-  write_partial(buffer + part * kTiles * 128, c);
-  sync_named(kPair + row_block, 32 * Team::kSplit);
-#pragma unroll
-  for (int i = 0; i < kTiles / 2; ++i) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) half[i][j] = part == 0 ? c[i][j] : c[i + kTiles / 2][j];
-  }
-  add_partial(half, buffer + (part ^ 1) * kTiles * 128 + part * (kTiles / 2) * 128);
+  add_partial(c, buffer + (part ^ 1) * kFloats);
 }
 
 // Which segment, value head and block of value columns a block works on.

@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(Team::kThreads, (kScanResidency<T, kKeyDim, Te
     clear(w);
     multiply_state<T, kP, kKeys>(w, s, chunk.k.data, key);
     if constexpr (kSplit > 1) exchange_partials<Team>(pair_partial, w, key_part, row_block);
-    take_residual<T, kValuePitch>(w, chunk.v.data, tile_value, chunk.factors[0], chunk.factors[2]);
+    take_residual<T, kValuePitch>(w, chunk.v.data, opaque(tile_value), chunk.factors[0], chunk.factors[2]);
     TokenColumns v;
     clear(v);
     multiply_lower<T>(v, w, chunk.A.data);
@@ -207,15 +207,15 @@ __global__ void __launch_bounds__(Team::kThreads, (kScanResidency<T, kKeyDim, Te
       float o[kOutTiles][4];
       const int first = 8 * kOutTiles * key_part;
       if constexpr (kSplit > 1) {
-        exchange_halves<Team>(pair_partial + kSplit * 8 * 128, o, all, key_part, row_block);
-      } else {
+        exchange_partials<Team>(pair_partial + kSplit * 8 * 128, all, key_part, row_block);
+      }
 #pragma unroll
-        for (int i = 0; i < kOutTiles; ++i) {
+      for (int i = 0; i < kOutTiles; ++i) {
 #pragma unroll
-          for (int j = 0; j < 4; ++j) o[i][j] = all[i][j];
+        for (int j = 0; j < 4; ++j) {
+          o[i][j] = args.scale * (kSplit == 1 || key_part == 0 ? all[i][j] : all[i + 8 - kOutTiles][j]);
         }
       }
-      scale(o, args.scale);
       scale_columns(o, chunk.factors[0] + first);
       multiply_lower<T>(o, v, chunk.P.data, first);
       store_columns<T>(o, args.o, result_at + first * args.o.stride[1], chunk.rows - first, value_dim - value);

@@ -30,7 +30,7 @@ struct MergeShared {
 };
 
 template <int kKeyDim, bool kAdjoint>
-__global__ void __launch_bounds__(kMergeThreads) merge_kernel(const MergeArgs args) {
+__global__ void __launch_bounds__(kMergeThreads, 1) merge_kernel(const MergeArgs args) {
   auto& shared = *reinterpret_cast<MergeShared<kKeyDim>*>(dynamic_shared_memory());
   constexpr int kGroups = kMergeThreads / kKeyDim;  // threads that share a row
   constexpr int kColumns = kMergeColumns / kGroups;

@@ -86,7 +86,8 @@ __device__ __forceinline__ void store_triangle(const float* tile, const TensorAr
 }
 
 template <class T, GateKind kKind>
-__global__ void __launch_bounds__(kInverseThreads, kKind == GateKind::kLogDecay ? 3 : 2)
+__global__ void __launch_bounds__(kInverseThreads,
+                                  kKind == GateKind::kLogDecay && kDTypeOf<T> == DType::kBFloat16 ? 3 : 2)
     prepare_kernel(const PrepareArgs args) {
   PrepareShared<T>& shared = *reinterpret_cast<PrepareShared<T>*>(dynamic_shared_memory());
   constexpr int kP = kPitch<kRows>;
