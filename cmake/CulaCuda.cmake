@@ -61,9 +61,10 @@ function(cula_add_gpu_library name gencode)
   set_target_properties(${name} PROPERTIES POSITION_INDEPENDENT_CODE ON CUDA_ARCHITECTURES OFF)
 endfunction()
 
-# The forward scan fills its registers; at its usual eagerness (5) ptxas (13.0) hoists so much that it spills an address.
+# The forward scan fills its registers: at its usual eagerness (5) ptxas (13.0) hoists so much that it spills an address,
+# in these types.
 set(forward_scans ${cuda_sources})
-list(FILTER forward_scans INCLUDE REGEX "instantiations/forward_scan_")
+list(FILTER forward_scans INCLUDE REGEX "instantiations/forward_scan_(bf16|fp32)")
 set_source_files_properties(${forward_scans} PROPERTIES COMPILE_OPTIONS "-Xptxas=--register-usage-level=3")
 cula_add_gpu_library(cula_gdn_cuda "${cuda_gencode}" ${cuda_sources})
 list(APPEND core_objects $<TARGET_OBJECTS:cula_gdn_cuda>)
