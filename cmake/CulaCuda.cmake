@@ -69,10 +69,7 @@ set_source_files_properties(${forward_scans} PROPERTIES COMPILE_OPTIONS "-Xptxas
 cula_add_gpu_library(cula_gdn_cuda "${cuda_gencode}" ${cuda_sources})
 list(APPEND core_objects $<TARGET_OBJECTS:cula_gdn_cuda>)
 if(sm90_sources AND "90a" IN_LIST CULA_CUDA_ARCHS)
-  # Missing headers are an error even for AUTO: a build without these kernels must be asked for.
-  find_package(CutlassHeaders REQUIRED)
   cula_add_gpu_library(cula_gdn_sm90 "-gencode=arch=compute_90a,code=sm_90a" ${sm90_sources})
-  target_include_directories(cula_gdn_sm90 SYSTEM PRIVATE "${CULA_CUTLASS_INCLUDE_DIR}")
   list(APPEND core_objects $<TARGET_OBJECTS:cula_gdn_sm90>)
   target_compile_definitions(cula_cuda_options INTERFACE CULA_WITH_SM90)
   target_compile_definitions(cula_gdn_core PRIVATE CULA_WITH_SM90)

@@ -62,6 +62,9 @@ const BackendTable& cpu_backend();
 #ifdef CULA_WITH_CUDA
 const BackendTable& cuda_backend();
 #endif
+#ifdef CULA_WITH_SM90
+const BackendTable& sm90_backend();
+#endif
 
 // The table of a backend that this build has.
 const BackendTable& backend_table(Backend backend);

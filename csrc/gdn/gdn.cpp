@@ -12,6 +12,9 @@ const BackendTable& backend_table([[maybe_unused]] Backend backend) {
 #ifdef CULA_WITH_CUDA
   if (backend == Backend::kCuda) return cuda_backend();
 #endif
+#ifdef CULA_WITH_SM90
+  if (backend == Backend::kSm90) return sm90_backend();
+#endif
   return cpu_backend();
 }
 

@@ -4,6 +4,8 @@
 #include "common/host/cpu_features.h"
 #include "gdn/backend.h"
 #include "gdn/segments.h"
+#include "gdn/sm90/operator.h"
+#include "gdn/sm90/schedule.h"
 #include "gdn/validate.h"
 
 namespace cula::gdn {
@@ -17,6 +19,13 @@ constexpr bool kWithCuda = true;
 #else
 constexpr bool kWithCuda = false;
 #endif
+#ifdef CULA_WITH_SM90
+constexpr bool kWithSm90 = true;
+bool is_hopper(int device_id) { return sm90::runs_on(device_id); }
+#else
+constexpr bool kWithSm90 = false;
+bool is_hopper(int) { return false; }
+#endif
 
 Backend choose_backend(const Problem& problem) {
   const bool on_cpu = problem.device.device_type == kDLCPU;
@@ -26,8 +35,11 @@ Backend choose_backend(const Problem& problem) {
                       int(problem.device.device_type));
   }
   const Backend wanted = problem.backend;
-  if (wanted == Backend::kSm90) {
-    throw_value_error("backend: expected auto, cpu or cuda, got sm90, which this version does not have");
+  if (wanted == Backend::kSm90 && on_cuda) {
+    std::string reason;
+    if (!kWithSm90) throw_value_error("backend: expected auto, cpu or cuda, got sm90, which this build does not have");
+    if (!sm90::takes(problem, &reason)) throw_value_error("backend: sm90 does not take this problem: ", reason);
+    return Backend::kSm90;
   }
   if (on_cpu) {
     if (wanted != Backend::kAuto && wanted != Backend::kCpu) {
@@ -38,6 +50,9 @@ Backend choose_backend(const Problem& problem) {
   if (wanted == Backend::kCpu) throw_value_error("backend: expected auto or cuda for CUDA tensors, got cpu");
   if (!kWithCuda) {
     throw_runtime_error("device: got CUDA tensors, but this build has the cpu backend only; build with CUDA (nvcc)");
+  }
+  if (wanted == Backend::kAuto && kWithSm90 && sm90::takes(problem) && is_hopper(problem.device.device_id)) {
+    return Backend::kSm90;
   }
   return Backend::kCuda;
 }
@@ -128,6 +143,10 @@ std::string Plan::describe() const {
   if (backend_ == Backend::kCuda) {
     const ScanSizes sizes = scan_sizes(*this);
     text += concat("\n  passes over the chunks: ", choose_scan_schedule(sizes).describe(sizes.longest));
+  }
+  if (backend_ == Backend::kSm90) {
+    text += concat("\n  forward: ", sm90::choose_schedule(*this).describe(),
+                   "\n  backward, stages, decoding, and operands whose rows are not aligned to 16 bytes: backend cuda");
   }
   text += concat("\n  workspace: forward ", forward_workspace_bytes(false), " B (", forward_workspace_bytes(true),
                  " B when saving for backward), backward ", backward_workspace_bytes(), " B");

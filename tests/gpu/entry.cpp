@@ -21,10 +21,12 @@ struct CulaProblem {
   double scale;  // 0: default
   uint8_t dtype_code, dtype_bits;
   uint8_t l2norm, gate, sigmoid, neg_eigval, v_first;
+  uint8_t any_backend;  // the one that the library chooses, instead of cuda
 };
 
 void* cula_plan(const CulaProblem* p, int device_id, char* error, size_t error_bytes);
 void cula_free_plan(void* plan);
+void cula_describe(void* plan, char* text, size_t bytes);
 int64_t cula_workspace(void* plan, int kind);  // 0 forward, 1 forward that saves, 2 backward
 int cula_call(const char* operation, void* plan, DLTensor** t, const double* scalars, void* workspace,
               int64_t workspace_bytes, void* stream, char* error, size_t error_bytes);
@@ -127,7 +129,7 @@ void* cula_plan(const CulaProblem* p, int device_id, char* error, size_t error_b
     problem.use_beta_sigmoid = p->sigmoid;
     problem.allow_neg_eigval = p->neg_eigval;
     problem.state_v_first = p->v_first;
-    problem.backend = Backend::kCuda;
+    problem.backend = p->any_backend ? Backend::kAuto : Backend::kCuda;
     problem.device = {kDLCUDA, device_id};
     result = new Plan(Plan::make(problem));
   });
@@ -135,6 +137,10 @@ void* cula_plan(const CulaProblem* p, int device_id, char* error, size_t error_b
 }
 
 void cula_free_plan(void* plan) { delete static_cast<Plan*>(plan); }
+
+void cula_describe(void* plan, char* text, size_t bytes) {
+  std::strncpy(text, static_cast<Plan*>(plan)->describe().c_str(), bytes - 1);
+}
 
 int64_t cula_workspace(void* plan, int kind) {
   const Plan& p = *static_cast<Plan*>(plan);

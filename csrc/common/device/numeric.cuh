@@ -86,6 +86,13 @@ __device__ __forceinline__ void assign(bf16& target, float value) { target = __f
 __device__ __forceinline__ void assign(fp16& target, float value) { target = __float2half_rn(value); }
 __device__ __forceinline__ float to_float(double x) { return static_cast<float>(x); }
 
+// 2^x in one instruction: 2 units in the last place, results below 2^-126 are 0.
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 __device__ __forceinline__ float load_float(const void* data, DType dtype, int64_t index) {
   switch (dtype) {
     case DType::kBFloat16:

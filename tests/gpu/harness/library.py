@@ -40,7 +40,7 @@ class CProblem(ctypes.Structure):
         ("scale", ctypes.c_double),
         ("code", ctypes.c_uint8),
         ("bits", ctypes.c_uint8),
-        *((name, ctypes.c_uint8) for name in ("l2norm", "gate", "sigmoid", "neg_eigval", "v_first")),
+        *((name, ctypes.c_uint8) for name in ("l2norm", "gate", "sigmoid", "neg_eigval", "v_first", "any_backend")),
     ]
 
 
@@ -130,8 +130,9 @@ class LibraryError(RuntimeError):
 
 
 class Library:
-    def __init__(self, path: str, device: str) -> None:
+    def __init__(self, path: str, device: str, any_backend: bool = False) -> None:
         self.lib = ctypes.CDLL(path)
+        self.any_backend = any_backend  # the one that the library chooses, instead of cuda
         self.lib.cula_plan.restype = ctypes.c_void_p
         self.lib.cula_free_plan.argtypes = [ctypes.c_void_p]
         self.lib.cula_workspace.restype = ctypes.c_int64
@@ -145,12 +146,19 @@ class Library:
         problem = CProblem(
             *(shape.B, shape.T, shape.H, shape.HV, shape.K, shape.V, shape.C),
             *(offsets, len(shape.offsets or []), shape.scale, code, bits),
-            *(shape.l2norm, shape.gate, shape.sigmoid, shape.neg_eigval, shape.v_first),
+            *(shape.l2norm, shape.gate, shape.sigmoid, shape.neg_eigval, shape.v_first, self.any_backend),
         )
         plan = self.lib.cula_plan(ctypes.byref(problem), 0, self.error, ctypes.c_size_t(1000))
         if not plan:
             raise LibraryError(self.error.value.decode())
         return plan
+
+    def describe(self, shape: Shape) -> str:
+        plan = self.plan(shape)
+        text = ctypes.create_string_buffer(2000)
+        self.lib.cula_describe(ctypes.c_void_p(plan), text, ctypes.c_size_t(2000))
+        self.lib.cula_free_plan(plan)
+        return text.value.decode()
 
     def prepared(
         self,

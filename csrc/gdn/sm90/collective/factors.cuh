@@ -1,0 +1,98 @@
+// What the gates of a chunk do to its rows: made once a (chunk, value head) by the prepare kernel, read by the forward.
+#pragma once
+
+#include "gdn/cuda/collective/gate.cuh"
+
+namespace cula::gdn::sm90 {
+
+using namespace cula::device;
+using cuda::Chunk;
+using cuda::find_chunk;
+using cuda::find_sequence;
+using cuda::GateArgs;
+using cuda::kRows;
+using cuda::Sequence;
+using cuda::SequenceTable;
+using cuda::TensorArg;
+
+// Rows past the chunk's length have beta, decays and to_end of 0, so that whatever finite numbers stand there count for
+// nothing. A gate below kReset decays to 0 in fp32, as -inf does: the running sum restarts in its row.
+struct alignas(16) ChunkFactors {
+  float gamma[kRows];       // running sum of the gates, log2 units
+  float beta[kRows];        //
+  float beta_decay[kRows];  // beta x decay from the start of the chunk through this row
+  float out_decay[kRows];   // scale x decay
+  float to_end[kRows];      // decay from behind this row to the end of the chunk
+  uint8_t first[kRows];     // the first row that still reaches this one: the last restart at or before it
+  float chunk_decay;        // decay over the chunk
+  float log2_norm;          // the chunk's transition of the state has at most the norm 2^log2_norm
+  float unused[2];
+};
+static_assert(sizeof(ChunkFactors) % 16 == 0);  // for bulk copies
+
+inline constexpr double kReset = -150.0;  // 2^-150 rounds to 0
+
+// By one whole warp. Everything but log2_norm.
+__device__ __forceinline__ void make_factors(ChunkFactors& f, const GateArgs& args, const Chunk& chunk, int64_t head,
+                                             float scale) {
+  const int lane = lane_id();
+  double sum[2];
+  bool reset[2];
+  float beta[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = 2 * lane + r;
+    double gate = 0.0;
+    beta[r] = 0.0f;
+    if (row < chunk.length) {
+      beta[r] = args.beta.load(args.beta.offset(chunk.batch, chunk.token + row, head));
+      if (args.beta_sigmoid) beta[r] = args.beta_scale * cuda::sigmoid(beta[r]);
+      gate = load_double(args.g.data, args.g.dtype, args.g.offset(chunk.batch, chunk.token + row, head));
+      if (args.A_log) {
+        const double a_log = load_double(args.A_log.data, args.A_log.dtype, head * args.A_log.stride[0]);
+        const double bias =
+            args.dt_bias ? load_double(args.dt_bias.data, args.dt_bias.dtype, head * args.dt_bias.stride[0]) : 0.0;
+        gate = cuda::gate_value(gate, a_log, bias);
+      }
+      gate *= cuda::kLog2E;
+    }
+    reset[r] = gate <= kReset;
+    sum[r] = reset[r] ? 0.0 : gate;
+  }
+  cuda::restart_sums(sum, reset);
+  const unsigned even = ballot(reset[0]);
+  const unsigned odd = ballot(reset[1]);
+  int first[2];
+  bool parted[2];  // from the state that enters the chunk
+  {
+    const int last_even = 2 * (31 - __clz(static_cast<int>(even & ((2u << lane) - 1))));
+    const int last_odd = 2 * (31 - __clz(static_cast<int>(odd & ((1u << lane) - 1)))) + 1;
+    parted[0] = last_even >= 0 || last_odd >= 0;
+    parted[1] = parted[0] || reset[1];
+    first[0] = max(max(last_even, last_odd), 0);
+    first[1] = reset[1] ? 2 * lane + 1 : first[0];
+  }
+  const int last = chunk.length - 1;
+  const double end_even = shuffle(sum[0], last >> 1);
+  const double end_odd = shuffle(sum[1], last >> 1);
+  const double end = (last & 1) != 0 ? end_odd : end_even;
+  const int first_even = shuffle(first[0], last >> 1);
+  const int first_odd = shuffle(first[1], last >> 1);
+  const int end_first = (last & 1) != 0 ? first_odd : first_even;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = 2 * lane + r;
+    const bool valid = row < chunk.length;
+    const float decay = valid && !parted[r] ? exp2f(static_cast<float>(sum[r])) : 0.0f;
+    f.gamma[row] = static_cast<float>(valid ? sum[r] : end);
+    f.beta[row] = beta[r];
+    f.beta_decay[row] = beta[r] * decay;
+    f.out_decay[row] = scale * decay;
+    f.to_end[row] = valid && row >= end_first ? exp2f(static_cast<float>(end - sum[r])) : 0.0f;
+    f.first[row] = static_cast<uint8_t>(valid ? first[r] : end_first);
+  }
+  const bool whole = (even | odd) == 0;
+  if (lane == 0) f.chunk_decay = whole ? exp2f(static_cast<float>(end)) : 0.0f;
+}
+
+}  // namespace cula::gdn::sm90

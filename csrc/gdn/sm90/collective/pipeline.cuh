@@ -1,0 +1,118 @@
+// Shared memory of the fused forward kernel, and who waits for whom in it.
+//
+//   full[s]     the loads of stage s have landed                loader -> consumers, scorer
+//   empty[s]    the consumers have left the chunk of stage s    consumers -> loader
+//   scored[b]   P lies in buffer b                              scorer -> consumers
+//   trimmed     the rows of the last chunk past its length have been zeroed in its tiles
+//
+// Loader and scorer are one warpgroup. A buffer of scores is free when the stage of the same chunk is.
+#pragma once
+
+#include "common/device/ldmatrix.cuh"
+#include "common/device/mbarrier.cuh"
+#include "common/device/stmatrix.cuh"
+#include "common/device/tma.cuh"
+#include "common/device/warpgroup.cuh"
+#include "common/device/wgmma.cuh"
+#include "gdn/sm90/collective/factors.cuh"
+
+namespace cula::gdn::sm90 {
+
+inline constexpr int kStages = 3;  // two are not enough: 0.83 ms against 0.58 (16/64 heads, 4 x 8192)
+inline constexpr int kScoreBuffers = 2;
+inline constexpr int kTileBytes = kRows * 64 * 2;  // 64 rows of 64 16-bit elements, in the 128-byte swizzle
+
+struct alignas(1024) SwizzledTile {
+  unsigned char data[kTileBytes];
+};
+
+// Byte offset of a 16-byte piece of a row.
+__device__ __forceinline__ int swizzled(int row, int piece) { return row * 128 + ((piece ^ (row & 7)) * 16); }
+
+template <int kKeyDim, int kValueTiles>
+struct ForwardShared {
+  static constexpr int kKeyTiles = kKeyDim / 64;
+  struct Stage {
+    SwizzledTile k[kKeyTiles];
+    SwizzledTile q[kKeyTiles];
+    SwizzledTile v[kValueTiles];
+    SwizzledTile A;
+  };
+  Stage stages[kStages];
+  SwizzledTile scores[kScoreBuffers];
+  SwizzledTile out[kValueTiles];  // rows are tokens
+  ChunkFactors factors[kStages];
+  uint64_t full[kStages];
+  uint64_t empty[kStages];
+  uint64_t scored[kScoreBuffers];
+  uint64_t trimmed;
+
+  // Addresses in the shared window.
+  struct Map {
+    uint32_t base;
+    __device__ uint32_t stage(int s) const { return base + s * static_cast<uint32_t>(sizeof(Stage)); }
+    __device__ uint32_t score(int b) const { return at(offsetof(ForwardShared, scores)) + b * kTileBytes; }
+    __device__ uint32_t output(int tile) const { return at(offsetof(ForwardShared, out)) + tile * kTileBytes; }
+    __device__ uint32_t factor(int s) const {
+      return at(offsetof(ForwardShared, factors)) + s * static_cast<uint32_t>(sizeof(ChunkFactors));
+    }
+    __device__ uint32_t full_barrier(int s) const { return at(offsetof(ForwardShared, full)) + 8 * s; }
+    __device__ uint32_t empty_barrier(int s) const { return at(offsetof(ForwardShared, empty)) + 8 * s; }
+    __device__ uint32_t scored_barrier(int b) const { return at(offsetof(ForwardShared, scored)) + 8 * b; }
+    __device__ uint32_t trimmed_barrier() const { return at(offsetof(ForwardShared, trimmed)); }
+
+   private:
+    __device__ uint32_t at(size_t offset) const { return base + static_cast<uint32_t>(offset); }
+  };
+  // Offsets of tiles inside a stage.
+  static constexpr int kQ = offsetof(Stage, q);
+  static constexpr int kV = offsetof(Stage, v);
+  static constexpr int kA = offsetof(Stage, A);
+};
+
+// Named barriers; 0 is the whole block's.
+enum class NamedBarrier { kLoader = 1, kTurn0 = 2, kTurn1 = 3, kConsumer0 = 4, kConsumer1 = 5 };
+
+// What one block works on: one value head of one sequence, and kValueTiles blocks of 64 value columns.
+struct Unit {
+  Sequence sequence;
+  int64_t index;  // of the sequence
+  int head;
+  int key_head;
+  int value;  // first column
+  int num_chunks;
+  int tail_length;  // of the last chunk; 64 if it is full
+};
+
+struct ForwardMaps {
+  CUtensorMap q;
+  CUtensorMap k;
+  CUtensorMap v;
+  CUtensorMap A;
+  CUtensorMap o;
+};
+
+struct ForwardArgs {
+  ForwardMaps maps;
+  SequenceTable sequences;
+  int64_t value_heads;
+  int64_t group;
+  float scale;
+  const ChunkFactors* factors;  // [slot, HV]
+  TensorArg initial_state;
+  TensorArg final_state;  // fp32
+  TensorArg o;
+};
+
+__device__ __forceinline__ float2 load_shared_pair(uint32_t address) {
+  float2 pair;
+  asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(address));
+  return pair;
+}
+__device__ __forceinline__ float load_shared(uint32_t address) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address));
+  return x;
+}
+
+}  // namespace cula::gdn::sm90

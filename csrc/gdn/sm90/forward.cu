@@ -1,0 +1,210 @@
+// The operator's forward pass on Hopper: prepare, then the fused recurrence. Everything else is the general CUDA
+// backend's.
+#include <algorithm>
+#include <atomic>
+
+#include "common/device/tensor_map.h"
+#include "gdn/cuda/launch/elementwise.h"
+#include "gdn/cuda/operator.h"
+#include "gdn/cuda/workspace.h"
+#include "gdn/sm90/launch/kernels.h"
+#include "gdn/sm90/operator.h"
+#include "gdn/sm90/schedule.h"
+
+namespace cula::gdn {
+
+namespace sm90 {
+
+namespace {
+
+using cuda::Call;
+using cuda::dense_arg;
+using cuda::token_arg;
+using device::TokenTensor;
+
+struct ForwardWorkspace {
+  void* q_normalized = nullptr;  // [B, T, H, K] x; these two and A only if they are not saved
+  void* k_normalized = nullptr;
+  void* A = nullptr;                // [B, T, HV, C] x
+  ChunkFactors* factors = nullptr;  // [slots, HV]
+  size_t bytes = 0;
+
+  ForwardWorkspace(const Problem& problem, DType dtype, bool saves, void* data) {
+    cuda::WorkspaceCutter cutter(data);
+    const int64_t rows = problem.batch * problem.tokens;
+    const size_t size = dtype_size(dtype);
+    if (problem.use_qk_l2norm && !saves) {
+      q_normalized = cutter.take_bytes(rows * problem.heads * problem.key_dim * size);
+      k_normalized = cutter.take_bytes(rows * problem.heads * problem.key_dim * size);
+    }
+    if (!saves) A = cutter.take_bytes(rows * problem.value_heads * kRows * size);
+    const int64_t slots = problem.sequence_offsets ? problem.tokens / kRows + problem.num_sequences()
+                                                   : problem.batch * ((problem.tokens + kRows - 1) / kRows);
+    factors = cutter.take<ChunkFactors>(slots * problem.value_heads);
+    bytes = cutter.used();
+  }
+};
+
+TokenTensor token_tensor(const DLTensor* tensor, const char* name) {
+  const TensorView view = TensorView::from(tensor, name);
+  TokenTensor x = {view.data, view.dtype, {}, {}};
+  std::copy_n(view.shape.begin(), 4, x.shape);
+  std::copy_n(view.stride.begin(), 4, x.stride);
+  return x;
+}
+
+TokenTensor dense_token_tensor(const void* data, DType dtype, const Problem& problem, int64_t heads, int64_t columns) {
+  return {data,
+          dtype,
+          {problem.batch, problem.tokens, heads, columns},
+          {problem.tokens * heads * columns, heads * columns, columns, 1}};
+}
+
+// The tensors of a call as the copy engine sees them.
+struct Operands {
+  TokenTensor q;  // normalised, if the problem says so
+  TokenTensor k;
+  TokenTensor v;
+  TokenTensor A;
+  TokenTensor o;
+
+  Operands(const Problem& problem, DType dtype, const ForwardTensors& t, const ForwardWorkspace& space)
+      : v(token_tensor(t.v, "v")), o(token_tensor(t.o, "o")) {
+    if (!problem.use_qk_l2norm) {
+      q = token_tensor(t.q, "q");
+      k = token_tensor(t.k, "k");
+    } else if (t.saved != nullptr) {
+      q = token_tensor(t.saved->q_normalized, "saved.q_normalized");
+      k = token_tensor(t.saved->k_normalized, "saved.k_normalized");
+    } else {
+      q = dense_token_tensor(space.q_normalized, dtype, problem, problem.heads, problem.key_dim);
+      k = dense_token_tensor(space.k_normalized, dtype, problem, problem.heads, problem.key_dim);
+    }
+    A = t.saved != nullptr ? token_tensor(t.saved->A, "saved.A")
+                           : dense_token_tensor(space.A, dtype, problem, problem.value_heads, kRows);
+  }
+
+  bool fit() const {
+    for (const TokenTensor* x : {&q, &k, &v, &A, &o}) {
+      if (!device::fits_tensor_map(*x)) return false;
+    }
+    return true;
+  }
+};
+
+TensorArg tensor_arg(const TokenTensor& x) {
+  TensorArg arg;
+  arg.data = const_cast<void*>(x.data);
+  arg.dtype = x.dtype;
+  std::copy_n(x.stride, 4, arg.stride);
+  arg.vector_bytes = 16;  // as fits_tensor_map has it
+  return arg;
+}
+
+void normalize(const DLTensor* x, const TokenTensor& y, DLTensor* rstd, Stream stream) {
+  cuda::RowsArg target;
+  target.data = const_cast<void*>(y.data);
+  target.dtype = y.dtype;
+  target.dims = 3;
+  std::copy_n(y.shape, 3, target.shape);
+  std::copy_n(y.stride, 3, target.stride);
+  cuda::launch_l2norm(
+      cuda::rows_arg(x, "q", false), target, rstd != nullptr ? cuda::rows_arg(rstd, "rstd", true) : cuda::RowsArg{},
+      y.shape[0] * y.shape[1] * y.shape[2], static_cast<int>(y.shape[3]), static_cast<device::Stream>(stream));
+}
+
+}  // namespace
+
+bool runs_on(int device_id) {
+  static std::atomic<int> known[device::kMaxDevices];  // 0 not asked yet, 1 no, 2 yes
+  if (device_id < 0 || device_id >= device::kMaxDevices) return false;
+  int state = known[device_id].load(std::memory_order_relaxed);
+  if (state == 0) {
+    int major = 0;
+    int minor = 0;
+    const bool asked = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device_id) == cudaSuccess &&
+                       cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device_id) == cudaSuccess;
+    if (!asked) cudaGetLastError();  // must not surface at the user's next call
+    state = asked && major == 9 && minor == 0 ? 2 : 1;
+    known[device_id].store(state, std::memory_order_relaxed);
+  }
+  return state == 2;
+}
+
+size_t forward_workspace_bytes(const Plan& plan, bool saves_for_backward) {
+  const size_t own = ForwardWorkspace(plan.problem(), cuda::element_type(plan), saves_for_backward, nullptr).bytes;
+  // Operands that the copy engine can not read go through the general kernels.
+  return std::max(own, cuda::forward_workspace_bytes(plan, saves_for_backward));
+}
+
+void forward(const Plan& plan, const ForwardTensors& t, Workspace workspace, Stream stream_handle) {
+  const Call call(plan, t.cu_seqlens);
+  const Problem& problem = call.problem;
+  const device::DeviceGuard guard(problem.device.device_id);
+  const auto stream = static_cast<device::Stream>(stream_handle);
+  const ForwardWorkspace space(problem, call.dtype, t.saved != nullptr, workspace.data);
+  const Operands operands(problem, call.dtype, t, space);
+  if (!operands.fit()) return cuda::forward(plan, t, workspace, stream_handle);
+
+  if (problem.use_qk_l2norm) {
+    const bool saves = t.saved != nullptr;
+    normalize(t.q, operands.q, saves ? t.saved->q_rstd : nullptr, stream);
+    normalize(t.k, operands.k, saves ? t.saved->k_rstd : nullptr, stream);
+  }
+
+  PrepareArgs prepare;
+  prepare.sequences = call.sequences;
+  prepare.value_heads = problem.value_heads;
+  prepare.group = call.group;
+  prepare.head_blocks = 0;
+  prepare.scale = static_cast<float>(plan.scale());
+  prepare.k = tensor_arg(operands.k);
+  prepare.gates = cuda::operator_gates(call, t.g, t.beta, t.A_log, t.dt_bias);
+  prepare.A = tensor_arg(operands.A);
+  prepare.factors = space.factors;
+
+  ForwardArgs args;
+  if (call.token_rows > 0) {
+    args.maps.q = device::make_tensor_map(operands.q, "q");
+    args.maps.k = device::make_tensor_map(operands.k, "k");
+    args.maps.v = device::make_tensor_map(operands.v, "v");
+    args.maps.A = device::make_tensor_map(operands.A, "A");
+    args.maps.o = device::make_tensor_map(operands.o, "o");
+  }
+  args.sequences = call.sequences;
+  args.value_heads = problem.value_heads;
+  args.group = call.group;
+  args.scale = prepare.scale;
+  args.factors = space.factors;
+  args.initial_state = cuda::state_arg(t.initial_state, "initial_state", problem.state_v_first);
+  args.final_state = cuda::state_arg(t.final_state, "final_state", problem.state_v_first);
+  args.o = tensor_arg(operands.o);
+
+  const Schedule schedule = choose_schedule(plan);
+  const KernelShape shape = {static_cast<int>(problem.key_dim), schedule.value_tiles};
+  const auto run = [&](auto element) {
+    using T = decltype(element);
+    launch_prepare<T>(prepare, shape, stream);
+    launch_forward<T>(args, shape, schedule.blocks, stream);
+  };
+  if (call.dtype == DType::kBFloat16) {
+    run(device::bf16{});
+  } else {
+    run(device::fp16{});
+  }
+  cuda::launch_zero_padding(call.sequences, args.o, problem.value_heads, problem.value_dim, stream);
+}
+
+}  // namespace sm90
+
+const BackendTable& sm90_backend() {
+  static const BackendTable kTable = [] {
+    BackendTable table = cuda_backend();
+    table.forward_workspace_bytes = sm90::forward_workspace_bytes;
+    table.forward = sm90::forward;
+    return table;
+  }();
+  return kTable;
+}
+
+}  // namespace cula::gdn

@@ -1,0 +1,7 @@
+#include "gdn/sm90/launch/prepare.cuh"
+
+namespace cula::gdn::sm90 {
+
+template void launch_prepare<bf16>(PrepareArgs args, const KernelShape& shape, Stream stream);
+
+}  // namespace cula::gdn::sm90

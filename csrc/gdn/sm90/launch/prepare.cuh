@@ -1,0 +1,24 @@
+#pragma once
+
+#include "gdn/sm90/launch/kernels.h"
+
+namespace cula::gdn::sm90 {
+
+template <class T, int kKeyDim>
+void launch_prepare_for(const PrepareArgs& args, Stream stream) {
+  device::launch<prepare_kernel<T, kKeyDim>>("prepare",
+                                             {.blocks = args.sequences.num_slots() * args.head_blocks,
+                                              .threads = kPrepareThreads,
+                                              .shared_bytes = PrepareShared<T, kKeyDim>::bytes(args.group),
+                                              .stream = stream},
+                                             args);
+}
+
+template <class T>
+void launch_prepare(PrepareArgs args, const KernelShape& shape, Stream stream) {
+  args.head_blocks = (args.value_heads + kPrepareHeads - 1) / kPrepareHeads;
+  if (shape.key_dim == 64) return launch_prepare_for<T, 64>(args, stream);
+  return launch_prepare_for<T, 128>(args, stream);
+}
+
+}  // namespace cula::gdn::sm90

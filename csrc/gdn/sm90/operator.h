@@ -1,0 +1,14 @@
+// The Hopper backend: what plan and table need of it.
+#pragma once
+
+#include "gdn/backend.h"
+
+namespace cula::gdn::sm90 {
+
+// Whether a CUDA device has the instructions that this backend is made of. False where no device answers.
+bool runs_on(int device_id);
+
+size_t forward_workspace_bytes(const Plan& plan, bool saves_for_backward);
+void forward(const Plan& plan, const ForwardTensors& t, Workspace workspace, Stream stream);
+
+}  // namespace cula::gdn::sm90

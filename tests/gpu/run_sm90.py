@@ -1,0 +1,228 @@
+"""Checks the Hopper backend against float64 on an H100 or H200, and times it.
+
+    python run_sm90.py --library build/libcula_gdn_test.so [--only NAME] [--no-timing | --no-checks]
+
+Prints one line a check and ends with a status other than 0 if any failed. The checks themselves are run_cuda.py's; what
+differs is that the library chooses the backend, and the shapes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import pathlib
+import sys
+import time
+
+import torch
+from run_cuda import (
+    BF16,
+    FP16,
+    INFINITY,
+    NAMES,
+    Library,
+    Options,
+    Runner,
+    Shape,
+    Tensor,
+    against_baseline,
+    bits,
+    error,
+    guarded,
+    make_inputs,
+    milliseconds,
+    recurrence,
+    to_device,
+)
+
+
+def shapes(run: Runner) -> None:
+    for dtype in (BF16, FP16):
+        d = NAMES[dtype]
+        for K, V in itertools.product((64, 128), (64, 128)):
+            run.operator(f"op {d} {K}x{V}", Shape(dtype, B=2, T=300, H=2, HV=4, K=K, V=V))
+        for T in (0, 1, 63, 64, 65, 128, 257):
+            run.operator(f"op {d} T={T}", Shape(dtype, T=T, H=1, HV=2, K=128, V=128))
+        for K, V in ((128, 128), (64, 128), (128, 64)):
+            run.operator(
+                f"op {d} all flags packed {K}x{V}",
+                Shape(dtype, T=400, H=2, HV=6, K=K, V=V, offsets=[0, 1, 64, 64, 140, 340], l2norm=True, gate=True,
+                      sigmoid=True, neg_eigval=True, v_first=True),
+                factor=1.5,
+            )  # fmt: skip
+        run.operator(
+            f"op {d} packed", Shape(dtype, T=600, H=2, HV=6, K=128, V=128, offsets=[0, 15, 100, 300, 300, 595])
+        )
+        run.operator(
+            f"op {d} resets", Shape(dtype, T=200, H=1, HV=2, K=128, V=128), Options(resets=(0, 37, 38, 64, 127, 190))
+        )
+        for gate in (-2.0, -20.0, -200.0, -1e4):
+            run.operator(f"op {d} gate {gate:g}", Shape(dtype, T=150, HV=2, K=128, V=128), Options(constant_gate=gate))
+        run.operator(f"op {d} strong gates", Shape(dtype, T=256, K=128, V=128), Options(gate_scale=100.0))
+        run.operator(f"op {d} no decay", Shape(dtype, T=256, K=128, V=128), Options(constant_gate=0.0), factor=1.5)
+        for H, HV in ((1, 1), (3, 3), (5, 10), (2, 6), (1, 5), (3, 24)):
+            run.operator(f"op {d} {H}/{HV} heads", Shape(dtype, T=130, H=H, HV=HV, K=128, V=128))
+        run.operator(f"op {d} many heads", Shape(dtype, B=2, T=130, H=16, HV=64, K=128, V=128))
+        for scale in (-0.3, 1.0):
+            run.operator(f"op {d} scale {scale}", Shape(dtype, T=130, K=128, V=128, scale=scale))
+        for state in (torch.float64, torch.float16, torch.bfloat16):
+            run.operator(
+                f"op {d} state {state}"[: 40 + len(d)], Shape(dtype, T=130, HV=2, K=128, V=128),
+                Options(state_dtype=state, gate_dtype=BF16, beta_dtype=BF16),
+            )  # fmt: skip
+        run.operator(
+            f"op {d} no states", Shape(dtype, T=66, K=128, V=128), Options(initial_state=False, final_state=False)
+        )
+        run.operator(f"op {d} strided", Shape(dtype, B=2, T=66, H=2, HV=2, K=128, V=128), Options(strided=True))
+        run.operator(f"op {d} unaligned", Shape(dtype, T=66, K=128, V=128), Options(unaligned=True))
+    many = [16 * i for i in range(301)]
+    run.operator("op bf16 300 documents", Shape(BF16, T=many[-1], H=4, HV=4, K=64, V=64, offsets=many))
+
+
+def hidden_tokens(run: Runner) -> None:
+    """NaN in the tokens behind the last packed sequence, and in the next sequence, reaches no output."""
+    shape = Shape(BF16, T=200, H=1, HV=2, K=128, V=128, offsets=[0, 30, 130])
+    t = make_inputs(shape, Options())
+    expected_o, expected_ht = recurrence(shape, {key: x.double() for key, x in t.items()})
+    for name in ("q", "k", "v"):
+        t[name][:, 130:] = float("nan")
+    t = to_device(t, run.device)
+    o, ht = run.forward(shape, Options(), t)
+    run.report(
+        "hidden tokens: NaN in padding", {"o": (error(o, expected_o), 1e-2), "ht": (error(ht, expected_ht), 1e-2)}
+    )
+    t["v"][:, 30:130] = float("nan")
+    o, ht = run.forward(shape, Options(), t)
+    errors = {"o": (error(o[:, :30], expected_o[:, :30]), 1e-2), "ht": (error(ht[0], expected_ht[0]), 1e-2)}
+    run.report("hidden tokens: NaN in the next sequence", errors)
+
+
+def long_sequence(run: Runner) -> None:
+    """The same tokens through the general backend and through this one, 32768 of them."""
+    for gate_scale in (1 / 16, 1.0, 1 / 1024):
+        shape = Shape(BF16, T=32768, H=1, HV=2, K=128, V=128)
+        options = Options(gate_scale=gate_scale)
+        t = to_device(make_inputs(shape, options), run.device)
+        o, ht = run.forward(shape, options, t)
+        run.library.any_backend = False
+        try:
+            expected_o, expected_ht = run.forward(shape, options, t)
+        finally:
+            run.library.any_backend = True
+        errors = {"o": (error(o, expected_o), 1e-2), "ht": (error(ht, expected_ht), 1e-2)}
+        run.report(f"long sequence, gates / {1 / gate_scale:g}", errors)
+
+
+# heads, value heads, sequences, tokens of each; the best peer's forward on an H200, ms (FLA 0.6.0, FlashQLA 0.1.3,
+# FlashInfer 0.7.2).
+TIMED = [
+    (16, 64, 1, 32768, (3.468, 1.521, 1.348)),
+    (16, 64, 4, 8192, (3.490, 1.224, 0.730)),
+    (16, 64, 1, 8192, (0.846, 0.398, 0.382)),
+    (16, 64, 1, 2048, (0.233, 0.117, 0.139)),
+    (16, 32, 1, 32768, (1.953, 1.241, 0.718)),
+    (16, 32, 4, 8192, (1.981, 0.629, 0.369)),
+    (16, 32, 1, 4096, (0.258, 0.159, 0.145)),
+    (2, 8, 1, 32768, (0.927, 0.392, 0.233)),
+    (2, 8, 8, 1024, (0.137, 0.063, 0.156)),
+    (2, 8, 1, 8192, (0.242, 0.166, 0.114)),
+    (2, 8, 1, 2048, (0.084, 0.071, 0.063)),
+]
+
+
+def timings(run: Runner, kernels: bool, json_path: pathlib.Path | None) -> None:
+    rows = []
+    product = 1.0
+    for H, HV, B, T, peers in TIMED:
+        shape = Shape(BF16, B=B, T=T, H=H, HV=HV, K=128, V=128)
+        generator = torch.Generator(device="cuda").manual_seed(0)
+
+        def normal(*dims: int, generator: torch.Generator = generator) -> Tensor:
+            return torch.randn(*dims, device="cuda", generator=generator, dtype=torch.float32)
+
+        q = torch.nn.functional.normalize(normal(B, T, H, 128), dim=-1).to(BF16)
+        k = torch.nn.functional.normalize(normal(B, T, H, 128), dim=-1).to(BF16)
+        v = normal(B, T, HV, 128).to(BF16)
+        g = torch.nn.functional.logsigmoid(normal(B, T, HV)) / 16
+        beta = torch.rand(B, T, HV, device="cuda", generator=generator)
+        h0, ht, o = normal(B, HV, 128, 128), normal(B, HV, 128, 128), torch.empty_like(v)
+        plan = run.library.plan(shape)
+        call = run.library.prepared("forward", plan, [q, k, v, g, beta, None, None, h0, o, ht] + [None] * 6, kind=0)
+        taken = milliseconds(call, 30)
+        ratio = min(peers) / taken
+        product *= ratio
+        print(f"time {H}/{HV} {B}x{T}: {taken:.4f} ms, best peer {min(peers):.3f}, ratio {ratio:.2f}", flush=True)
+        rows.append({
+            "direction": "forward", "heads": f"{H}/{HV}", "dims": "128/128", "lengths": f"{B}x{T}",
+            "ours_ms": round(taken, 4), "peers_ms": dict(zip(("fla", "flashqla", "flashinfer"), peers, strict=True)),
+            "peak_mib": round(run.library.lib.cula_workspace(plan, 0) / 2**20, 1),
+        })  # fmt: skip
+        if kernels:
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                for _ in range(5):
+                    call()
+                torch.cuda.synchronize()
+            for event in profile.key_averages():
+                print(f"     {event.device_time_total / event.count / 1e3:8.4f} ms {event.key[:90]}", flush=True)
+        run.library.lib.cula_free_plan(plan)
+    print(f"geometric mean of the ratios: {product ** (1 / len(TIMED)):.3f}", flush=True)
+    if json_path is not None:
+        json_path.write_text(json.dumps(rows, indent=1))
+
+
+def short_call(run: Runner) -> None:
+    for T in (64, 512):
+        shape = Shape(BF16, T=T, H=16, HV=32, K=128, V=128)
+        t = to_device(make_inputs(shape, Options()), run.device)
+        o = torch.empty_like(t["v"])
+        ht = torch.empty(1, 32, 128, 128, device="cuda")
+        plan = run.library.plan(shape)
+        arguments = [*(t[x] for x in ("q", "k", "v", "g", "beta")), None, None, t["h0"], o, ht]
+        call = run.library.prepared("forward", plan, arguments + [None] * 6, kind=0)
+        for _ in range(20):
+            call()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(500):
+            call()
+        host = (time.perf_counter() - start) / 500
+        torch.cuda.synchronize()
+        total = (time.perf_counter() - start) / 500
+        print(f"short call T={T}: host {host * 1e6:.0f} us, with the device {total * 1e6:.0f} us", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--library", required=True)
+    parser.add_argument("--only", default="", help="checks whose name contains this")
+    parser.add_argument("--no-timing", action="store_true")
+    parser.add_argument("--no-checks", action="store_true")
+    parser.add_argument("--kernels", action="store_true", help="time by kernel")
+    parser.add_argument("--json", type=pathlib.Path, help="write the figures there")
+    arguments = parser.parse_args()
+    library = Library(arguments.library, "cuda", any_backend=True)
+    run = Runner(library, arguments.only, verbose=True)
+    start = time.time()
+    if not arguments.no_checks:
+        described = library.describe(Shape(BF16, K=128, V=128))
+        chosen = "backend sm90" in described
+        run.report("plan: sm90 is chosen here", {"chosen": (0.0 if chosen else INFINITY, 0.0)})
+        shapes(run)
+        guarded(run, "hidden tokens", hidden_tokens)
+        guarded(run, "long sequence", long_sequence)
+        guarded(run, "errors at most FLA's", against_baseline)
+        guarded(run, "bits", bits)
+        print(
+            f"{run.count - len(run.failures)} of {run.count} checks passed in {time.time() - start:.0f} s", flush=True
+        )
+        for failure in run.failures:
+            print("failed:", failure, flush=True)
+    if not arguments.no_timing:
+        timings(run, arguments.kernels, arguments.json)
+        short_call(run)
+    return 1 if run.failures or (run.count == 0 and not arguments.no_checks) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
