@@ -13,9 +13,9 @@ struct KernelShape {
 };
 
 template <class T>
-void launch_prepare(PrepareArgs args, const KernelShape& shape, Stream stream);
+void launch_prepare(PrepareArgs args, const KernelShape& shape, device::Stream stream);
 // `blocks`: (sequence, value head, part of the value columns), parts fastest.
 template <class T>
-void launch_forward(const ForwardArgs& args, const KernelShape& shape, int64_t blocks, Stream stream);
+void launch_forward(const ForwardArgs& args, const KernelShape& shape, int64_t blocks, device::Stream stream);
 
 }  // namespace cula::gdn::sm90

@@ -5,7 +5,7 @@
 namespace cula::gdn::sm90 {
 
 template <class T, int kKeyDim>
-void launch_prepare_for(const PrepareArgs& args, Stream stream) {
+void launch_prepare_for(const PrepareArgs& args, device::Stream stream) {
   device::launch<prepare_kernel<T, kKeyDim>>("prepare",
                                              {.blocks = args.sequences.num_slots() * args.head_blocks,
                                               .threads = kPrepareThreads,
@@ -15,7 +15,7 @@ void launch_prepare_for(const PrepareArgs& args, Stream stream) {
 }
 
 template <class T>
-void launch_prepare(PrepareArgs args, const KernelShape& shape, Stream stream) {
+void launch_prepare(PrepareArgs args, const KernelShape& shape, device::Stream stream) {
   args.head_blocks = (args.value_heads + kPrepareHeads - 1) / kPrepareHeads;
   if (shape.key_dim == 64) return launch_prepare_for<T, 64>(args, stream);
   return launch_prepare_for<T, 128>(args, stream);
