@@ -98,6 +98,28 @@ def hidden_tokens(run: Runner) -> None:
     run.report("hidden tokens: NaN in the next sequence", errors)
 
 
+def segments(run: Runner) -> None:
+    """Few heads and long sequences, which run in segments; from gates that forget within one to none at all."""
+    for dtype in (BF16, FP16):
+        d = NAMES[dtype]
+        for gate_scale in (1.0, 1 / 16, 1 / 256, 0.0):
+            for K, V in ((128, 128), (64, 64), (64, 128), (128, 64)):
+                shape = Shape(dtype, T=2333, H=1, HV=2, K=K, V=V, l2norm=K == 64)
+                if "segments of" not in run.library.describe(shape):
+                    run.report(f"segments {d} {K}x{V}", {"not segmented": (INFINITY, 0.0)})
+                run.operator(
+                    f"segments {d} {K}x{V} gates * {gate_scale:g}", shape,
+                    Options(gate_scale=gate_scale, resets=(700, 701)), backward=False,
+                )  # fmt: skip
+        offsets = [0, 0, 2100, 2100, 2165, 2166, 3800]
+        run.operator(
+            f"segments {d} packed", Shape(dtype, T=3900, H=1, HV=2, K=128, V=128, offsets=offsets, v_first=True),
+            Options(gate_scale=1 / 64, state_dtype=BF16), backward=False,
+        )  # fmt: skip
+    run.operator("segments bf16 batch", Shape(BF16, B=2, T=2000, H=1, HV=1, K=128, V=128), Options(gate_scale=1 / 64),
+                 backward=False)  # fmt: skip
+
+
 def long_sequence(run: Runner) -> None:
     """The same tokens through the general backend and through this one, 32768 of them."""
     for gate_scale in (1 / 16, 1.0, 1 / 1024):
@@ -152,7 +174,9 @@ def timings(run: Runner, kernels: bool, json_path: pathlib.Path | None) -> None:
         taken = milliseconds(call, 30)
         ratio = min(peers) / taken
         product *= ratio
-        print(f"time {H}/{HV} {B}x{T}: {taken:.4f} ms, best peer {min(peers):.3f}, ratio {ratio:.2f}", flush=True)
+        how = next(line for line in run.library.describe(shape).splitlines() if "thread blocks" in line)
+        line = f"time {H}/{HV} {B}x{T}: {taken:.4f} ms, best peer {min(peers):.3f}, ratio {ratio:.2f};{how}"
+        print(line, flush=True)
         rows.append({
             "direction": "forward", "heads": f"{H}/{HV}", "dims": "128/128", "lengths": f"{B}x{T}",
             "ours_ms": round(taken, 4), "peers_ms": dict(zip(("fla", "flashqla", "flashinfer"), peers, strict=True)),
@@ -164,7 +188,8 @@ def timings(run: Runner, kernels: bool, json_path: pathlib.Path | None) -> None:
                     call()
                 torch.cuda.synchronize()
             for event in profile.key_averages():
-                print(f"     {event.device_time_total / event.count / 1e3:8.4f} ms {event.key[:90]}", flush=True)
+                if event.device_time_total > 0:
+                    print(f"     {event.device_time_total / event.count / 1e3:8.4f} ms {event.key[:60]}", flush=True)
         run.library.lib.cula_free_plan(plan)
     print(f"geometric mean of the ratios: {product ** (1 / len(TIMED)):.3f}", flush=True)
     if json_path is not None:
@@ -209,6 +234,7 @@ def main() -> int:
         chosen = "backend sm90" in described
         run.report("plan: sm90 is chosen here", {"chosen": (0.0 if chosen else INFINITY, 0.0)})
         shapes(run)
+        guarded(run, "segments", segments)
         guarded(run, "hidden tokens", hidden_tokens)
         guarded(run, "long sequence", long_sequence)
         guarded(run, "errors at most FLA's", against_baseline)

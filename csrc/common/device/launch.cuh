@@ -74,10 +74,10 @@ struct LaunchShape {
   Stream stream = nullptr;
 };
 
-// Runs kKernel(params); throws RuntimeError naming it if the launch is refused. No blocks: nothing to do.
-template <auto kKernel, class Params>
-void launch(const char* name, const LaunchShape& shape, const Params& params) {
-  if (shape.blocks == 0) return;
+// Checks a launch and raises the kernel's limit of shared memory. False: no blocks, nothing to do.
+template <auto kKernel>
+bool prepare_launch(const char* name, const LaunchShape& shape) {
+  if (shape.blocks == 0) return false;
   if (shape.blocks > 0x7fffffff)
     throw_runtime_error(name, ": ", shape.blocks, " blocks exceed the grid limit 2^31 - 1");
   if (shape.shared_bytes > 48 * 1024) {
@@ -97,6 +97,13 @@ void launch(const char* name, const LaunchShape& shape, const Params& params) {
       raised[device].store(limit, std::memory_order_release);
     }
   }
+  return true;
+}
+
+// Runs kKernel(params); throws RuntimeError naming it if the launch is refused. No blocks: nothing to do.
+template <auto kKernel, class Params>
+void launch(const char* name, const LaunchShape& shape, const Params& params) {
+  if (!prepare_launch<kKernel>(name, shape)) return;
   kKernel<<<static_cast<unsigned>(shape.blocks), shape.threads, shape.shared_bytes, shape.stream>>>(params);
   check_cuda(cudaGetLastError(), name);
 }

@@ -27,9 +27,13 @@ struct ForwardWorkspace {
   void* k_normalized = nullptr;
   void* A = nullptr;                // [B, T, HV, C] x
   ChunkFactors* factors = nullptr;  // [slots, HV]
+  float* states = nullptr;          // [places, HV, V, K]; these three only with segments
+  float* transitions = nullptr;     // [places, HV, K, K]
+  int32_t* forgets = nullptr;       // [places, HV]
   size_t bytes = 0;
 
-  ForwardWorkspace(const Problem& problem, DType dtype, bool saves, void* data) {
+  ForwardWorkspace(const Plan& plan, const Schedule& schedule, DType dtype, bool saves, void* data) {
+    const Problem& problem = plan.problem();
     cuda::WorkspaceCutter cutter(data);
     const int64_t rows = problem.batch * problem.tokens;
     const size_t size = dtype_size(dtype);
@@ -41,6 +45,17 @@ struct ForwardWorkspace {
     const int64_t slots = problem.sequence_offsets ? problem.tokens / kRows + problem.num_sequences()
                                                    : problem.batch * ((problem.tokens + kRows - 1) / kRows);
     factors = cutter.take<ChunkFactors>(slots * problem.value_heads);
+    if (schedule.segment_chunks != 0) {
+      Segmentation segments;
+      segments.chunks = schedule.segment_chunks;
+      segments.sequences.num_sequences = problem.num_sequences();
+      segments.sequences.slots_per_row = (problem.tokens + kRows - 1) / kRows;
+      const int64_t places =
+          problem.sequence_offsets ? problem.num_sequences() + slots / schedule.segment_chunks : segments.num_places();
+      states = cutter.take<float>(places * problem.value_heads * problem.value_dim * problem.key_dim);
+      transitions = cutter.take<float>(places * problem.value_heads * problem.key_dim * problem.key_dim);
+      forgets = cutter.take<int32_t>(places * problem.value_heads);
+    }
     bytes = cutter.used();
   }
 };
@@ -132,7 +147,8 @@ bool runs_on(int device_id) {
 }
 
 size_t forward_workspace_bytes(const Plan& plan, bool saves_for_backward) {
-  const size_t own = ForwardWorkspace(plan.problem(), cuda::element_type(plan), saves_for_backward, nullptr).bytes;
+  const size_t own =
+      ForwardWorkspace(plan, choose_schedule(plan), cuda::element_type(plan), saves_for_backward, nullptr).bytes;
   // Operands that the copy engine can not read go through the general kernels.
   return std::max(own, cuda::forward_workspace_bytes(plan, saves_for_backward));
 }
@@ -142,7 +158,8 @@ void forward(const Plan& plan, const ForwardTensors& t, Workspace workspace, Str
   const Problem& problem = call.problem;
   const device::DeviceGuard guard(problem.device.device_id);
   const auto stream = static_cast<device::Stream>(stream_handle);
-  const ForwardWorkspace space(problem, call.dtype, t.saved != nullptr, workspace.data);
+  const Schedule schedule = choose_schedule(plan);
+  const ForwardWorkspace space(plan, schedule, call.dtype, t.saved != nullptr, workspace.data);
   const Operands operands(problem, call.dtype, t, space);
   if (!operands.fit()) return cuda::forward(plan, t, workspace, stream_handle);
 
@@ -171,21 +188,30 @@ void forward(const Plan& plan, const ForwardTensors& t, Workspace workspace, Str
     args.maps.A = device::make_tensor_map(operands.A, "A");
     args.maps.o = device::make_tensor_map(operands.o, "o");
   }
-  args.sequences = call.sequences;
+  args.segments.sequences = call.sequences;
+  args.segments.chunks = schedule.segment_chunks;
   args.value_heads = problem.value_heads;
   args.group = call.group;
+  args.value_dim = static_cast<int>(problem.value_dim);
   args.scale = prepare.scale;
   args.factors = space.factors;
   args.initial_state = cuda::state_arg(t.initial_state, "initial_state", problem.state_v_first);
   args.final_state = cuda::state_arg(t.final_state, "final_state", problem.state_v_first);
+  args.initial_state_bytes = static_cast<int>(dtype_size(args.initial_state.dtype));
   args.o = tensor_arg(operands.o);
+  args.states = space.states;
+  args.transitions = space.transitions;
+  args.forgets = space.forgets;
 
-  const Schedule schedule = choose_schedule(plan);
   const KernelShape shape = {static_cast<int>(problem.key_dim), schedule.value_tiles};
   const auto run = [&](auto element) {
     using T = decltype(element);
     launch_prepare<T>(prepare, shape, stream);
-    launch_forward<T>(args, shape, schedule.blocks, stream);
+    if (schedule.segment_chunks != 0) {
+      launch_summary<T>(args, shape, stream);
+      launch_merge(args, shape, stream);
+    }
+    launch_forward<T>(args, shape, stream);
   };
   if (call.dtype == DType::kBFloat16) {
     run(device::bf16{});

@@ -21,7 +21,8 @@ bool takes(const Problem& problem, std::string* reason) {
   if (dtype != DType::kBFloat16 && dtype != DType::kFloat16) {
     return refuse(concat("expected bfloat16 or float16, got ", dtype_name(dtype)));
   }
-  if (problem.key_dim != 64 && problem.key_dim != 128) return refuse(concat("expected K of 64 or 128, got ", problem.key_dim));
+  if (problem.key_dim != 64 && problem.key_dim != 128)
+    return refuse(concat("expected K of 64 or 128, got ", problem.key_dim));
   if (problem.value_dim != 64 && problem.value_dim != 128) {
     return refuse(concat("expected V of 64 or 128, got ", problem.value_dim));
   }
@@ -30,32 +31,58 @@ bool takes(const Problem& problem, std::string* reason) {
 }
 
 std::string Schedule::describe() const {
-  return concat("thread blocks: ", blocks, ", each ", 64 * value_tiles, " value columns of a head");
+  std::string text = concat("thread blocks: ", blocks, ", each ", 64 * value_tiles, " value columns of a head");
+  if (segment_chunks != 0) text += concat(", sequences in segments of ", segment_chunks, " chunks");
+  return text;
 }
 
-Schedule choose_schedule(const std::vector<int64_t>& lengths, int64_t value_heads, int64_t value_dim) {
+Schedule choose_schedule(const std::vector<int64_t>& lengths, int64_t value_heads, int64_t key_dim, int64_t value_dim) {
+  constexpr Costs kCosts;
+  constexpr int64_t kShortestSegment = 8;
+  constexpr double kGain = 0.93;  // segments must be worth their noise
+  std::vector<int64_t> chunks;
   int64_t longest = 0;
-  int64_t total = 0;
   for (const int64_t length : lengths) {
-    const int64_t chunks = (length + kChunk - 1) / kChunk;
-    longest = std::max(longest, chunks);
-    total += chunks;
+    chunks.push_back((length + kChunk - 1) / kChunk);
+    longest = std::max(longest, chunks.back());
   }
-  const int64_t tiles = value_dim / 64;
+  const auto waves = [](int64_t blocks) { return (blocks + kMultiprocessors - 1) / kMultiprocessors; };
+
   Schedule best;
-  double best_time = 0;
-  for (int value_tiles = 1; value_tiles <= tiles; value_tiles *= 2) {
-    const int64_t parts = tiles / value_tiles;
-    // Blocks of equal length run in whole waves; unequal ones fill up behind each other.
-    const int64_t blocks = static_cast<int64_t>(lengths.size()) * value_heads * parts;
-    const int64_t waves = (blocks + kMultiprocessors - 1) / kMultiprocessors;
-    const double average = static_cast<double>(total) / std::max<size_t>(lengths.size(), 1);
-    const double steps = std::max<double>(static_cast<double>(longest), static_cast<double>(waves) * average);
-    const double time = steps * kChunkNanoseconds[value_tiles];
-    if (value_tiles == 1 || time < best_time) {
-      best = {value_tiles, blocks};
-      best_time = time;
+  const auto consider = [&](int value_tiles, int64_t segment) {
+    const int64_t parts = value_dim / (64 * value_tiles);
+    int64_t blocks = 0;
+    int64_t steps = 0;  // over all blocks
+    int64_t summaries = 0;
+    int64_t most_segments = 1;
+    for (const int64_t n : chunks) {
+      const int64_t count = segment == 0 ? 1 : std::max<int64_t>((n + segment - 1) / segment, 1);
+      blocks += count * value_heads * parts;
+      steps += n * value_heads * parts;
+      summaries += (count - 1) * value_heads;
+      most_segments = std::max(most_segments, count);
     }
+    // Equal blocks run in whole waves; unequal ones fill up behind each other.
+    const double length = static_cast<double>(segment == 0 ? longest : std::min(segment, longest));
+    const double average = static_cast<double>(steps) / static_cast<double>(std::max<int64_t>(blocks, 1));
+    const double forward = std::max(length, static_cast<double>(waves(blocks)) * average);
+    double time = forward * kCosts.chunk_us[value_tiles];
+    if (segment != 0) {
+      const bool forgets = segment >= kCosts.remembered_chunks;
+      const int64_t slices = (value_dim + (forgets ? 0 : key_dim)) / 64;
+      time += static_cast<double>(waves(summaries * slices) * std::min(segment, kCosts.remembered_chunks)) *
+                  kCosts.summary_chunk_us +
+              kCosts.segments_us + (forgets ? 0.0 : static_cast<double>(most_segments - 1) * kCosts.merge_us);
+    }
+    const bool better =
+        best.blocks == 0 || time < best.microseconds * (segment != 0 && best.segment_chunks == 0 ? kGain : 1.0);
+    if (better) best = {value_tiles, segment, blocks, time};
+  };
+  for (int value_tiles = 1; 64 * value_tiles <= value_dim; value_tiles *= 2) consider(value_tiles, 0);
+  for (int64_t count = 2; count <= 64; ++count) {
+    const int64_t segment = (longest + count - 1) / count;
+    if (segment < kShortestSegment) break;
+    for (int value_tiles = 1; 64 * value_tiles <= value_dim; value_tiles *= 2) consider(value_tiles, segment);
   }
   return best;
 }
@@ -64,7 +91,7 @@ Schedule choose_schedule(const Plan& plan) {
   std::vector<int64_t> lengths;
   lengths.reserve(plan.sequences().size());
   for (const SequenceRange& sequence : plan.sequences()) lengths.push_back(sequence.length);
-  return choose_schedule(lengths, plan.problem().value_heads, plan.problem().value_dim);
+  return choose_schedule(lengths, plan.problem().value_heads, plan.problem().key_dim, plan.problem().value_dim);
 }
 
 }  // namespace cula::gdn::sm90

@@ -15,18 +15,29 @@ inline constexpr int kMultiprocessors = 132;  // of an H100 or H200 SXM; a tunin
 bool takes(const Problem& problem, std::string* reason = nullptr);
 
 struct Schedule {
-  int value_tiles = 1;  // 64-wide blocks of value columns a thread block advances
-  int64_t blocks = 0;   // of the forward kernel
+  int value_tiles = 1;         // 64-wide blocks of value columns a thread block advances
+  int64_t segment_chunks = 0;  // 0: sequences run whole
+  int64_t blocks = 0;          // of the forward kernel
+  double microseconds = 0;     // what the model below expects, without prepare
 
   std::string describe() const;
 };
 
-// What one chunk takes one thread block, in nanoseconds, by its value tiles (measured on an H200). The choice between
-// them changes no bit of the result.
-inline constexpr double kChunkNanoseconds[3] = {0, 1430, 2100};
+// The model's constants, measured on an H200. What they are changes no result's correctness; value tiles change no bit,
+// segments the order of roundings.
+struct Costs {
+  double chunk_us[3] = {0, 1.43, 2.1};  // one chunk of the forward kernel, by value tiles
+  double summary_chunk_us = 0.95;       // one chunk of a 64-wide slice of the summary
+  double segments_us = 9.0;             // two more launches, and the forward kernel's start
+  double merge_us = 2.5;                // one segment
+  // Chunks of a segment that the summary goes through: the decay of typical gates (here -0.05 a token) makes all that
+  // came before them vanish in fp32 (segments.cuh: kForgotten), and the segment's transition with it. Gates that decay
+  // less make the summary longer, nothing else.
+  int64_t remembered_chunks = 28;
+};
 
 // lengths: tokens of each sequence.
-Schedule choose_schedule(const std::vector<int64_t>& lengths, int64_t value_heads, int64_t value_dim);
+Schedule choose_schedule(const std::vector<int64_t>& lengths, int64_t value_heads, int64_t key_dim, int64_t value_dim);
 Schedule choose_schedule(const Plan& plan);
 
 }  // namespace cula::gdn::sm90

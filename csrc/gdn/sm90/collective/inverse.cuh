@@ -91,27 +91,31 @@ __device__ __forceinline__ void invert_diagonal(Triangle& m, DiagonalScratch& sc
 #pragma unroll
   for (int b = 0; b < 4; ++b) store_block(scratch.data[b], m[triangle_block(b, b)]);
   sync_warp();
+  // Each half of the warp takes blocks 0 or 1, and 2 or 3 beside it; a lane one of their columns.
   const int column = lane_id() & 15;
+  float(&lower)[16][kDiagonalPitch] = scratch.data[lane_id() >> 4];
+  float(&upper)[16][kDiagonalPitch] = scratch.data[2 + (lane_id() >> 4)];
+  float x[16];
+  float y[16];
 #pragma unroll
-  for (int round = 0; round < 2; ++round) {  // each half of the warp takes a block, a lane one of its columns
-    float(&block)[16][kDiagonalPitch] = scratch.data[2 * round + (lane_id() >> 4)];
-    float x[16];
+  for (int i = 0; i < 16; ++i) {
+    x[i] = y[i] = i == column ? 1.0f : 0.0f;
 #pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      float sum = i == column ? 1.0f : 0.0f;
-#pragma unroll
-      for (int k = 0; k < i; k += 4) {
-        const float4 row = *reinterpret_cast<const float4*>(&block[i][k]);
-        sum += row.x * x[k];
-        if (k + 1 < i) sum += row.y * x[k + 1];
-        if (k + 2 < i) sum += row.z * x[k + 2];
-        if (k + 3 < i) sum += row.w * x[k + 3];
-      }
-      x[i] = sum;
+    for (int k = 0; k < i; k += 4) {
+      const float4 a = *reinterpret_cast<const float4*>(&lower[i][k]);
+      const float4 b = *reinterpret_cast<const float4*>(&upper[i][k]);
+      x[i] += a.x * x[k];
+      y[i] += b.x * y[k];
+      if (k + 1 < i) x[i] += a.y * x[k + 1], y[i] += b.y * y[k + 1];
+      if (k + 2 < i) x[i] += a.z * x[k + 2], y[i] += b.z * y[k + 2];
+      if (k + 3 < i) x[i] += a.w * x[k + 3], y[i] += b.w * y[k + 3];
     }
-    sync_warp();
+  }
+  sync_warp();
 #pragma unroll
-    for (int i = 0; i < 16; ++i) block[i][column] = x[i];
+  for (int i = 0; i < 16; ++i) {
+    lower[i][column] = x[i];
+    upper[i][column] = y[i];
   }
   sync_warp();
 #pragma unroll

@@ -14,7 +14,7 @@
 #include "common/device/tma.cuh"
 #include "common/device/warpgroup.cuh"
 #include "common/device/wgmma.cuh"
-#include "gdn/sm90/collective/factors.cuh"
+#include "gdn/sm90/collective/segments.cuh"
 
 namespace cula::gdn::sm90 {
 
@@ -29,23 +29,64 @@ struct alignas(1024) SwizzledTile {
 // Byte offset of a 16-byte piece of a row.
 __device__ __forceinline__ int swizzled(int row, int piece) { return row * 128 + ((piece ^ (row & 7)) * 16); }
 
-template <int kKeyDim, int kValueTiles>
+// A K x V state of one head in global memory, or its 64-wide part: where it comes from and goes to.
+struct StateSource {
+  const void* data;  // null: zeros, or the identity
+  DType dtype;
+  int64_t key_stride;
+  int64_t value_stride;
+  bool identity;
+};
+struct StateTarget {
+  float* data;  // null: not wanted
+  int64_t key_stride;
+  int64_t value_stride;
+};
+
+// What one block works on: one value head of one segment, and kValueTiles blocks of 64 value columns. In shared memory,
+// since registers are short in the loops over the chunks.
+struct Unit {
+  int batch;
+  int token;  // first, in its row of the batch
+  int slot;   // first
+  int head;
+  int key_head;
+  int value;  // first column
+  int num_chunks;
+  int tail_length;     // of the last chunk; 64 if it is full
+  bool has_values;     // false: v counts as zero
+  StateSource enters;  // of the head; `value` is the block's first row of it
+  StateTarget leaves;
+};
+
+template <int kKeyTiles, int kValueTiles, bool kOutput>
+struct ForwardStage {
+  SwizzledTile k[kKeyTiles];
+  SwizzledTile v[kValueTiles];
+  SwizzledTile A;
+  SwizzledTile q[kKeyTiles];
+};
+template <int kKeyTiles, int kValueTiles>
+struct ForwardStage<kKeyTiles, kValueTiles, false> {
+  SwizzledTile k[kKeyTiles];
+  SwizzledTile v[kValueTiles];
+  SwizzledTile A;
+};
+
+// kOutput: whether the kernel writes O, or the state behind a segment alone.
+template <int kKeyDim, int kValueTiles, bool kOutput>
 struct ForwardShared {
   static constexpr int kKeyTiles = kKeyDim / 64;
-  struct Stage {
-    SwizzledTile k[kKeyTiles];
-    SwizzledTile q[kKeyTiles];
-    SwizzledTile v[kValueTiles];
-    SwizzledTile A;
-  };
+  using Stage = ForwardStage<kKeyTiles, kValueTiles, kOutput>;
   Stage stages[kStages];
-  SwizzledTile scores[kScoreBuffers];
-  SwizzledTile out[kValueTiles];  // rows are tokens
+  SwizzledTile scores[kOutput ? kScoreBuffers : 1];
+  SwizzledTile out[kOutput ? kValueTiles : 1];  // rows are tokens
   ChunkFactors factors[kStages];
   uint64_t full[kStages];
   uint64_t empty[kStages];
   uint64_t scored[kScoreBuffers];
   uint64_t trimmed;
+  Unit unit;
 
   // Addresses in the shared window.
   struct Map {
@@ -65,24 +106,13 @@ struct ForwardShared {
     __device__ uint32_t at(size_t offset) const { return base + static_cast<uint32_t>(offset); }
   };
   // Offsets of tiles inside a stage.
-  static constexpr int kQ = offsetof(Stage, q);
-  static constexpr int kV = offsetof(Stage, v);
-  static constexpr int kA = offsetof(Stage, A);
+  static constexpr int kV = kKeyTiles * kTileBytes;
+  static constexpr int kA = kV + kValueTiles * kTileBytes;
+  static constexpr int kQ = kA + kTileBytes;
 };
 
 // Named barriers; 0 is the whole block's.
 enum class NamedBarrier { kLoader = 1, kTurn0 = 2, kTurn1 = 3, kConsumer0 = 4, kConsumer1 = 5 };
-
-// What one block works on: one value head of one sequence, and kValueTiles blocks of 64 value columns.
-struct Unit {
-  Sequence sequence;
-  int64_t index;  // of the sequence
-  int head;
-  int key_head;
-  int value;  // first column
-  int num_chunks;
-  int tail_length;  // of the last chunk; 64 if it is full
-};
 
 struct ForwardMaps {
   CUtensorMap q;
@@ -94,14 +124,22 @@ struct ForwardMaps {
 
 struct ForwardArgs {
   ForwardMaps maps;
-  SequenceTable sequences;
+  Segmentation segments;
   int64_t value_heads;
   int64_t group;
+  int value_dim;
   float scale;
   const ChunkFactors* factors;  // [slot, HV]
   TensorArg initial_state;
-  TensorArg final_state;  // fp32
+  int initial_state_bytes;  // of an element
+  TensorArg final_state;    // fp32
   TensorArg o;
+  // With segments, fp32, [place, HV]: the state behind each segment but the last of its sequence, [V, K]. The summary
+  // writes what the segment adds (S_ext), the merge completes it. The transition M of the segment, transposed, [K, K],
+  // unless forgets[place, HV] is not 0: then M is zero.
+  float* states;
+  float* transitions;
+  int32_t* forgets;
 };
 
 __device__ __forceinline__ float2 load_shared_pair(uint32_t address) {

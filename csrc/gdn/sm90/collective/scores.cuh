@@ -6,43 +6,58 @@
 
 namespace cula::gdn::sm90 {
 
-template <class T, int kKeyDim, int kValueTiles>
-struct Feeder {
-  using Shared = ForwardShared<kKeyDim, kValueTiles>;
+// Loads chunks. All by one thread.
+template <int kKeyDim, int kValueTiles, bool kOutput>
+struct Loader {
+  using Shared = ForwardShared<kKeyDim, kValueTiles, kOutput>;
   static constexpr int kKeyTiles = Shared::kKeyTiles;
 
   const ForwardArgs& args;
   const Unit& unit;
   typename Shared::Map shared;
 
-  // By one thread.
   __device__ __forceinline__ void load(int chunk, int stage) const {
     const uint32_t barrier = shared.full_barrier(stage);
-    mbarrier_arrive_expect(barrier, sizeof(typename Shared::Stage) + sizeof(ChunkFactors));
-    uint32_t tile = shared.stage(stage);
-    BoxOrigin at = {0, unit.key_head, static_cast<int>(unit.sequence.begin) + chunk * kRows,
-                    static_cast<int>(unit.sequence.batch)};
+    int bytes = sizeof(typename Shared::Stage) + sizeof(ChunkFactors);
+    if (!kOutput && !unit.has_values) bytes -= kValueTiles * kTileBytes;
+    mbarrier_arrive_expect(barrier, bytes);
+    const uint32_t tiles = shared.stage(stage);
+    BoxOrigin at = {0, unit.key_head, unit.token + chunk * kRows, unit.batch};
 #pragma unroll
-    for (int i = 0; i < kKeyTiles; ++i, tile += kTileBytes) {
+    for (int i = 0; i < kKeyTiles; ++i) {
       at.column = 64 * i;
-      tma_load(tile, args.maps.k, at, barrier);
+      tma_load(tiles + i * kTileBytes, args.maps.k, at, barrier);
     }
+    if constexpr (kOutput) {
 #pragma unroll
-    for (int i = 0; i < kKeyTiles; ++i, tile += kTileBytes) {
-      at.column = 64 * i;
-      tma_load(tile, args.maps.q, at, barrier);
+      for (int i = 0; i < kKeyTiles; ++i) {
+        at.column = 64 * i;
+        tma_load(tiles + Shared::kQ + i * kTileBytes, args.maps.q, at, barrier);
+      }
     }
     at.head = unit.head;
+    if (kOutput || unit.has_values) {
 #pragma unroll
-    for (int i = 0; i < kValueTiles; ++i, tile += kTileBytes) {
-      at.column = unit.value + 64 * i;
-      tma_load(tile, args.maps.v, at, barrier);
+      for (int i = 0; i < kValueTiles; ++i) {
+        at.column = unit.value + 64 * i;
+        tma_load(tiles + Shared::kV + i * kTileBytes, args.maps.v, at, barrier);
+      }
     }
     at.column = 0;
-    tma_load(tile, args.maps.A, at, barrier);
-    bulk_load(shared.factor(stage), args.factors + (unit.sequence.first_slot + chunk) * args.value_heads + unit.head,
+    tma_load(tiles + Shared::kA, args.maps.A, at, barrier);
+    bulk_load(shared.factor(stage),
+              args.factors + static_cast<int64_t>(unit.slot + chunk) * args.value_heads + unit.head,
               sizeof(ChunkFactors), barrier);
   }
+};
+
+template <class T, int kKeyDim, int kValueTiles>
+struct Feeder {
+  using Shared = ForwardShared<kKeyDim, kValueTiles, true>;
+
+  const ForwardArgs& args;
+  const Unit& unit;
+  typename Shared::Map shared;
 
   // Zeroes the rows past the sequence's end, which hold tokens of the next one, in every tile of the stage.
   __device__ __forceinline__ void trim(int stage, int thread) const {
@@ -65,12 +80,13 @@ struct Feeder {
     const int lane = lane_id();
     const int warp = thread / 32;
     const int n = unit.num_chunks;
+    const Loader<kKeyDim, kValueTiles, true> loader = {args, unit, shared};
     // Above the diagonal blocks the buffers stay zero.
     for (int i = thread; i < kScoreBuffers * kTileBytes / 16; i += kWarpgroupThreads) {
       asm volatile("st.shared.v4.u32 [%0], {%1,%1,%1,%1};" ::"r"(shared.score(0) + 16 * i), "r"(0) : "memory");
     }
     if (thread == 0) {
-      for (int c = 0; c < kStages - 1 && c < n; ++c) load(c, c);
+      for (int c = 0; c < kStages - 1 && c < n; ++c) loader.load(c, c);
     }
     const uint32_t operand = wgmma_operand(shared.base);
     const int row = warp * 16 + lane / 4;
@@ -153,10 +169,46 @@ struct Feeder {
         const int ahead = c + kStages - 1;
         const int next = stage == 0 ? kStages - 1 : stage - 1;  // the stage of chunk c - 1, and of chunk c + 2
         if (c >= 1) mbarrier_wait(shared.empty_barrier(next), ((c - 1) / kStages) & 1);
-        if (ahead < n) load(ahead, next);
+        if (ahead < n) loader.load(ahead, next);
       }
       // The scores of chunk c + 1 go where those of chunk c - 1 were: nobody goes on before these are read.
       sync_named(static_cast<int>(NamedBarrier::kLoader), kWarpgroupThreads);
+      if (++stage == kStages) {
+        stage = 0;
+        phase ^= 1;
+      }
+    }
+  }
+};
+
+// Without output: loads alone. One thread of the warpgroup does them.
+template <int kKeyDim, int kValueTiles>
+struct SummaryFeeder {
+  using Shared = ForwardShared<kKeyDim, kValueTiles, false>;
+
+  const ForwardArgs& args;
+  const Unit& unit;
+  typename Shared::Map shared;
+
+  __device__ __forceinline__ void run() const {
+    const Loader<kKeyDim, kValueTiles, false> loader = {args, unit, shared};
+    if (!unit.has_values) {
+#pragma unroll 1
+      for (int stage = 0; stage < kStages; ++stage) {
+        for (int i = warpgroup_thread(); i < kValueTiles * kTileBytes / 16; i += kWarpgroupThreads) {
+          const uint32_t at = shared.stage(stage) + Shared::kV + 16 * i;
+          asm volatile("st.shared.v4.u32 [%0], {%1,%1,%1,%1};" ::"r"(at), "r"(0) : "memory");
+        }
+      }
+      sync_named(static_cast<int>(NamedBarrier::kLoader), kWarpgroupThreads);
+    }
+    if (warpgroup_thread() != 0) return;
+    int stage = 0;
+    int phase = 1;  // of the stages' release: nobody has to release them for the first round
+#pragma unroll 1
+    for (int c = 0; c < unit.num_chunks; ++c) {
+      if (c >= kStages) mbarrier_wait(shared.empty_barrier(stage), phase);
+      loader.load(c, stage);
       if (++stage == kStages) {
         stage = 0;
         phase ^= 1;

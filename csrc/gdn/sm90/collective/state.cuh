@@ -25,9 +25,9 @@ __device__ __forceinline__ uint32_t pack_operand(float low, float high) {
   return pair;
 }
 
-template <class T, int kKeyDim, int kValueTiles>
+template <class T, int kKeyDim, int kValueTiles, bool kOutput>
 struct StateConsumer {
-  using Shared = ForwardShared<kKeyDim, kValueTiles>;
+  using Shared = ForwardShared<kKeyDim, kValueTiles, kOutput>;
   static constexpr int kStateRegisters = kKeyDim / 2;
   // With two warpgroups, one is in U .. V'' while the other is in S .. O: 5% faster than running freely.
   static constexpr bool kTurns = kValueTiles == 2;
@@ -61,55 +61,59 @@ struct StateConsumer {
     }
   }
 
-  // Row (value) and column (key) of s[4 i + j] are 16 warp + lane / 4 + 8 (j / 2) and 8 i + 2 (lane & 3) + j % 2.
-  __device__ __forceinline__ int64_t state_offset(const TensorArg& x) const {
-    const int lane = lane_id();
-    const int value = unit.value + 64 * tile + 16 * (warpgroup_thread() / 32) + lane / 4;
-    return unit.index * x.stride[0] + unit.head * x.stride[1] + value * x.stride[3] + 2 * (lane & 3) * x.stride[2];
+  // Row (value) and column (key) of s[4 i + j] are first_row() + 8 (j / 2) and first_column() + 8 i + j % 2.
+  __device__ __forceinline__ int first_row() const {
+    return unit.value + 64 * tile + 16 * (warpgroup_thread() / 32) + lane_id() / 4;
   }
+  __device__ __forceinline__ int first_column() const { return 2 * (lane_id() & 3); }
 
   template <class Source>
   __device__ __forceinline__ void load_state_as(float (&s)[kStateRegisters]) const {
-    const TensorArg& x = args.initial_state;
-    const Source* p = static_cast<const Source*>(x.data) + state_offset(x);
+    const StateSource x = unit.enters;
+    const Source* p = static_cast<const Source*>(x.data) + first_row() * x.value_stride + first_column() * x.key_stride;
 #pragma unroll
     for (int i = 0; i < kStateRegisters; ++i) {
-      s[i] = static_cast<float>(p[(8 * (i / 4) + i % 2) * x.stride[2] + 8 * (i / 2 % 2) * x.stride[3]]);
+      s[i] = static_cast<float>(p[(8 * (i / 4) + i % 2) * x.key_stride + 8 * (i / 2 % 2) * x.value_stride]);
     }
   }
   __device__ __forceinline__ void load_state(float (&s)[kStateRegisters]) const {
-    if (!args.initial_state) {
+    if (unit.enters.data == nullptr) {
 #pragma unroll
-      for (int i = 0; i < kStateRegisters; ++i) s[i] = 0.0f;
+      for (int i = 0; i < kStateRegisters; ++i) {
+        const bool diagonal = first_row() + 8 * (i / 2 % 2) == first_column() + 8 * (i / 4) + i % 2;
+        s[i] = !kOutput && unit.enters.identity && diagonal ? 1.0f : 0.0f;
+      }
       return;
     }
-    switch (args.initial_state.dtype) {
-      case DType::kBFloat16:
-        return load_state_as<bf16>(s);
-      case DType::kFloat16:
-        return load_state_as<fp16>(s);
-      case DType::kFloat64:
-        return load_state_as<double>(s);
-      default:
-        return load_state_as<float>(s);
+    if constexpr (kOutput) {
+      switch (unit.enters.dtype) {
+        case DType::kBFloat16:
+          return load_state_as<bf16>(s);
+        case DType::kFloat16:
+          return load_state_as<fp16>(s);
+        case DType::kFloat64:
+          return load_state_as<double>(s);
+        default:
+          return load_state_as<float>(s);
+      }
     }
   }
   __device__ __forceinline__ void store_state(const float (&s)[kStateRegisters]) const {
-    const TensorArg& x = args.final_state;
-    if (!x) return;
-    float* p = static_cast<float*>(x.data) + state_offset(x);
+    const StateTarget x = unit.leaves;
+    if (x.data == nullptr) return;
+    float* p = x.data + first_row() * x.value_stride + first_column() * x.key_stride;
 #pragma unroll
     for (int i = 0; i < kStateRegisters; ++i) {
-      p[(8 * (i / 4) + i % 2) * x.stride[2] + 8 * (i / 2 % 2) * x.stride[3]] = s[i];
+      p[(8 * (i / 4) + i % 2) * x.key_stride + 8 * (i / 2 % 2) * x.value_stride] = s[i];
     }
   }
 
   // Rows of the last chunk that has fewer than 64, from the tile of shared memory.
   __device__ __forceinline__ void store_tail() const {
-    const int64_t token = unit.sequence.begin + static_cast<int64_t>(unit.num_chunks - 1) * kRows;
+    const int64_t token = unit.token + static_cast<int64_t>(unit.num_chunks - 1) * kRows;
     const int piece = static_cast<int>(threadIdx.x) & 7;
-    T* out = static_cast<T*>(args.o.data) + args.o.offset(unit.sequence.batch, token, unit.head) + unit.value +
-             64 * tile + 8 * piece;
+    T* out =
+        static_cast<T*>(args.o.data) + args.o.offset(unit.batch, token, unit.head) + unit.value + 64 * tile + 8 * piece;
 #pragma unroll 1
     for (int row = warpgroup_thread() / 8; row < unit.tail_length; row += kWarpgroupThreads / 8) {
       uint4 x;
@@ -125,6 +129,7 @@ struct StateConsumer {
     const int warp = warpgroup_thread() / 32;
     const bool leader = warpgroup_thread() == 0;
     const int n = unit.num_chunks;
+    const bool has_tail = unit.tail_length < kRows;
     const uint32_t operand = wgmma_operand(shared.base);
     const uint32_t score_operand = wgmma_operand(shared.score(0));
     // K as a transposed operand wider than one tile.
@@ -135,13 +140,15 @@ struct StateConsumer {
     float s[kStateRegisters];
     uint32_t s_operand[kStateRegisters / 2];
     float u[32];
-    float o[32];
-    uint32_t o_packed[16];
+    [[maybe_unused]] float o[32];
+    [[maybe_unused]] uint32_t o_packed[16];
     load_state(s);
 #pragma unroll
     for (int i = 0; i < kStateRegisters / 2; ++i) s_operand[i] = pack_operand<T>(s[2 * i], s[2 * i + 1]);
+    if constexpr (kOutput) {
 #pragma unroll
-    for (int i = 0; i < 16; ++i) o_packed[i] = 0;
+      for (int i = 0; i < 16; ++i) o_packed[i] = 0;
+    }
     if (kTurns && tile == 1) pass_turn();
     int stage = 0;
     int phase = 0;
@@ -161,9 +168,7 @@ struct StateConsumer {
       fence_async_shared();
       sync_group();
       if (leader && c >= 0) {
-        tma_store(args.maps.o,
-                  {unit.value + 64 * tile, unit.head, static_cast<int>(unit.sequence.begin) + c * kRows,
-                   static_cast<int>(unit.sequence.batch)},
+        tma_store(args.maps.o, {unit.value + 64 * tile, unit.head, unit.token + c * kRows, unit.batch},
                   shared.output(tile));
         tma_store_commit();
       }
@@ -196,13 +201,13 @@ struct StateConsumer {
         for (int j = 0; j < 8; ++j) f[j] = load_shared_pair(factors + static_cast<uint32_t>(which) + 32 * j);
       };
       mbarrier_wait(shared.full_barrier(stage), phase);
-      if (c == n - 1 && unit.tail_length < kRows) mbarrier_wait(shared.trimmed_barrier(), 0);
+      if (kOutput && has_tail && c == n - 1) mbarrier_wait(shared.trimmed_barrier(), 0);
       wait_turn();
 
       wgmma_fence();
       multiply(u, s_operand, tiles, 0, kKeySteps);  // U' = S' K'
       wgmma_commit();
-      put_output(c - 1);
+      if constexpr (kOutput) put_output(c - 1);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         uint32_t(&v)[4] = reinterpret_cast<uint32_t(&)[4]>(x[4 * j]);
@@ -228,7 +233,7 @@ struct StateConsumer {
       pass_turn();
       const float chunk_decay = load_shared(shared.factor(stage) + offsetof(ChunkFactors, chunk_decay));
       load_factors(b, offsetof(ChunkFactors, to_end));
-      send_output(c - 1);
+      if constexpr (kOutput) send_output(c - 1);
 #pragma unroll
       for (int i = 0; i < kStateRegisters; ++i) s[i] *= chunk_decay;
       wgmma_wait<0>();  // V''
@@ -237,8 +242,10 @@ struct StateConsumer {
       for (int j = 0; j < 8; ++j) {
         w[2 * j] = pack_operand<T>(b[j].x * u[4 * j], b[j].y * u[4 * j + 1]);
         w[2 * j + 1] = pack_operand<T>(b[j].x * u[4 * j + 2], b[j].y * u[4 * j + 3]);
-        x[2 * j] = pack_operand<T>(u[4 * j], u[4 * j + 1]);
-        x[2 * j + 1] = pack_operand<T>(u[4 * j + 2], u[4 * j + 3]);
+        if constexpr (kOutput) {
+          x[2 * j] = pack_operand<T>(u[4 * j], u[4 * j + 1]);
+          x[2 * j + 1] = pack_operand<T>(u[4 * j + 2], u[4 * j + 3]);
+        }
       }
       wgmma_fence();
 #pragma unroll
@@ -250,43 +257,52 @@ struct StateConsumer {
         }
       }
       wgmma_commit();
-      multiply(o, s_operand, tiles, Shared::kQ, kKeySteps);  // O' = S' Q', the state before the update
-      wgmma_commit();
-      load_factors(e, offsetof(ChunkFactors, out_decay));
-      wgmma_wait<0>();  // S, O
-      mbarrier_wait(shared.scored_barrier(c & 1), (c >> 1) & 1);
+      if constexpr (kOutput) {
+        multiply(o, s_operand, tiles, Shared::kQ, kKeySteps);  // O' = S' Q', the state before the update
+        wgmma_commit();
+        load_factors(e, offsetof(ChunkFactors, out_decay));
+        wgmma_wait<0>();  // S, O
+        mbarrier_wait(shared.scored_barrier(c & 1), (c >> 1) & 1);
 #pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        o[4 * j] *= e[j].x;
-        o[4 * j + 1] *= e[j].y;
-        o[4 * j + 2] *= e[j].x;
-        o[4 * j + 3] *= e[j].y;
-      }
-      wgmma_fence();
+        for (int j = 0; j < 8; ++j) {
+          o[4 * j] *= e[j].x;
+          o[4 * j + 1] *= e[j].y;
+          o[4 * j + 2] *= e[j].x;
+          o[4 * j + 3] *= e[j].y;
+        }
+        wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < kRows / 16; ++k) {  // O' += V'' P'
-        wgmma_rs_n64<T>(o, x + 4 * k, wgmma_descriptor(score_operand + (c & 1) * (kTileBytes / 16), k * 32));
+        for (int k = 0; k < kRows / 16; ++k) {  // O' += V'' P'
+          wgmma_rs_n64<T>(o, x + 4 * k, wgmma_descriptor(score_operand + (c & 1) * (kTileBytes / 16), k * 32));
+        }
+        wgmma_commit();
+      } else {
+        wgmma_wait<0>();  // S
+        if (lane == 0) mbarrier_arrive(shared.empty_barrier(stage));
       }
-      wgmma_commit();
 #pragma unroll
       for (int i = 0; i < kStateRegisters / 2; ++i) s_operand[i] = pack_operand<T>(s[2 * i], s[2 * i + 1]);
-      wgmma_wait<0>();  // O: nothing may be in flight across the loop's back edge
+      if constexpr (kOutput) {
+        wgmma_wait<0>();  // O: nothing may be in flight across the loop's back edge
 #pragma unroll
-      for (int i = 0; i < 16; ++i) o_packed[i] = pack2<T>(o[2 * i], o[2 * i + 1]);
+        for (int i = 0; i < 16; ++i) o_packed[i] = pack2<T>(o[2 * i], o[2 * i + 1]);
+      }
       if (++stage == kStages) {
         stage = 0;
         phase ^= 1;
       }
     }
-    if (n > 0) {
-      put_output(n - 1);
-      if (unit.tail_length == kRows) {
-        send_output(n - 1);
-      } else {
-        sync_group();
-        store_tail();
+    if constexpr (kOutput) {
+      if (n > 0) {
+        put_output(n - 1);
+        if (!has_tail) {
+          send_output(n - 1);
+        } else {
+          sync_group();
+          store_tail();
+        }
+        if (leader) tma_store_wait();
       }
-      if (leader) tma_store_wait();
     }
     store_state(s);
   }

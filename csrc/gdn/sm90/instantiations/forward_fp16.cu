@@ -2,7 +2,7 @@
 
 namespace cula::gdn::sm90 {
 
-template void launch_forward<fp16>(const ForwardArgs& args, const KernelShape& shape, int64_t blocks,
-                                   device::Stream stream);
+template void launch_forward<fp16>(const ForwardArgs& args, const KernelShape& shape, device::Stream stream);
+template void launch_summary<fp16>(const ForwardArgs& args, const KernelShape& shape, device::Stream stream);
 
 }  // namespace cula::gdn::sm90

@@ -1,12 +1,15 @@
-// The fused forward pass: one block a value head of a sequence and kValueTiles x 64 of its value columns.
+// The fused forward pass: one block a value head of a segment and kValueTiles x 64 of its value columns.
 //
 //   consumer warpgroups (kValueTiles)   the recurrence, 64 value columns each, state in registers  collective/state.cuh
 //   one more                            loads by TMA, scores P collective/scores.cuh
+//
+// With segments, the summary kernel runs before it: the same recurrence without output, over V columns from a state of
+// zero (S_ext) and over K columns from the identity, with v = 0 (M: the transition obeys the recurrence of the state).
 #pragma once
 
 #include <type_traits>
 
-#include "common/device/launch.cuh"
+#include "common/device/dependent_launch.cuh"
 #include "gdn/sm90/collective/scores.cuh"
 #include "gdn/sm90/collective/state.cuh"
 
@@ -19,41 +22,138 @@ inline constexpr int kForwardThreads = (kValueTiles + 1) * kWarpgroupThreads;
 inline constexpr int kConsumerRegisters = 216;
 inline constexpr int kFeederRegisters = 72;
 
-template <class T, int kKeyDim, int kValueTiles>
-__global__ void __launch_bounds__(kForwardThreads<kValueTiles>, 1)
-    forward_kernel(const __grid_constant__ ForwardArgs args) {
-  using Shared = ForwardShared<kKeyDim, kValueTiles>;
-  extern __shared__ __align__(1024) unsigned char forward_shared[];
-  const typename Shared::Map shared = {shared_address(forward_shared)};
+inline constexpr int kSummaryTiles = 1;
 
-  const int64_t blocks_per_head = gridDim.x / (args.sequences.num_sequences * args.value_heads);
-  const int64_t head_unit = blockIdx.x / blocks_per_head;
+// State number `index` of a tensor of dense [rows][keys] matrices, rows being value columns.
+__device__ __forceinline__ int64_t dense_state(int64_t index, int rows, int key_dim) {
+  return index * static_cast<int64_t>(rows) * key_dim;
+}
+
+__device__ __forceinline__ Unit make_unit(const ForwardArgs& args, const Segment& segment, int head, int value) {
   Unit unit;
-  unit.index = head_unit / args.value_heads;
-  unit.head = static_cast<int>(head_unit - unit.index * args.value_heads);
-  unit.key_head = static_cast<int>(unit.head / args.group);
-  unit.value = static_cast<int>(blockIdx.x - head_unit * blocks_per_head) * kValueTiles * 64;
-  unit.sequence = find_sequence(args.sequences, unit.index);
-  unit.num_chunks = static_cast<int>((unit.sequence.length + kRows - 1) / kRows);
-  unit.tail_length = static_cast<int>(unit.sequence.length - static_cast<int64_t>(unit.num_chunks - 1) * kRows);
+  unit.batch = static_cast<int>(segment.batch);
+  unit.token = static_cast<int>(segment.token);
+  unit.slot = static_cast<int>(segment.slot);
+  unit.head = head;
+  unit.key_head = static_cast<int>(head / args.group);
+  unit.value = value;
+  unit.num_chunks = segment.num_chunks;
+  unit.tail_length = segment.tail_length;
+  unit.has_values = true;
+  unit.enters = {};
+  unit.leaves = {};
+  return unit;
+}
 
+template <class Shared>
+__device__ __forceinline__ typename Shared::Map init_shared(void* memory, const Unit& unit, int consumers,
+                                                            int arrivals) {
+  const typename Shared::Map shared = {shared_address(memory)};
   if (threadIdx.x == 0) {
+    static_cast<Shared*>(memory)->unit = unit;
     for (int s = 0; s < kStages; ++s) {
       mbarrier_init(shared.full_barrier(s), 1);
-      mbarrier_init(shared.empty_barrier(s), kValueTiles);
+      mbarrier_init(shared.empty_barrier(s), consumers * arrivals);
     }
     for (int b = 0; b < kScoreBuffers; ++b) mbarrier_init(shared.scored_barrier(b), 1);
     mbarrier_init(shared.trimmed_barrier(), 1);
     mbarrier_init_fence();
   }
   sync_block();
+  return shared;
+}
+
+template <class T, int kKeyDim, int kValueTiles>
+__global__ void __launch_bounds__(kForwardThreads<kValueTiles>, 1)
+    forward_kernel(const __grid_constant__ ForwardArgs args) {
+  using Shared = ForwardShared<kKeyDim, kValueTiles, true>;
+  extern __shared__ __align__(1024) unsigned char forward_shared[];
+
+  // Blocks: places, value heads, parts of the value columns, these fastest.
+  const int parts = args.value_dim / (64 * kValueTiles);
+  const int unit_index = static_cast<int>(blockIdx.x) / parts;
+  const int value = (static_cast<int>(blockIdx.x) - unit_index * parts) * 64 * kValueTiles;
+  const int place = unit_index / static_cast<int>(args.value_heads);
+  const int head = unit_index - place * static_cast<int>(args.value_heads);
+  launch_dependents();
+  Segment segment;
+  if (!find_segment(args.segments, place, segment)) {
+    wait_for_previous();
+    return;
+  }
+  Unit unit = make_unit(args, segment, head, value);
+  if (!segment.is_first) {
+    unit.enters = {args.states + dense_state(unit_index - args.value_heads, args.value_dim, kKeyDim), DType::kFloat32,
+                   1, kKeyDim, false};
+  } else if (args.initial_state) {
+    const TensorArg& x = args.initial_state;
+    const int64_t offset = segment.sequence * x.stride[0] + head * x.stride[1];
+    unit.enters = {static_cast<const unsigned char*>(x.data) + offset * args.initial_state_bytes, x.dtype, x.stride[2],
+                   x.stride[3], false};
+  }
+  if (segment.is_last && args.final_state) {
+    const TensorArg& x = args.final_state;
+    unit.leaves = {static_cast<float*>(x.data) + segment.sequence * x.stride[0] + head * x.stride[1], x.stride[2],
+                   x.stride[3]};
+  }
+
+  const auto shared = init_shared<Shared>(forward_shared, unit, kValueTiles, 1);
+  const Unit& shared_unit = reinterpret_cast<const Shared*>(forward_shared)->unit;
   const int group = warpgroup_id();
+  wait_for_previous();
   if (group == kValueTiles) {
     if constexpr (kValueTiles == 2) release_registers<kFeederRegisters>();
-    Feeder<T, kKeyDim, kValueTiles>{args, unit, shared}.run();
+    Feeder<T, kKeyDim, kValueTiles>{args, shared_unit, shared}.run();
   } else {
     if constexpr (kValueTiles == 2) acquire_registers<kConsumerRegisters>();
-    StateConsumer<T, kKeyDim, kValueTiles>{args, unit, shared, group}.run();
+    StateConsumer<T, kKeyDim, kValueTiles, true>{args, shared_unit, shared, group}.run();
+  }
+}
+
+// Blocks: 64-wide slices of [S_ext | M], places, value heads, these fastest; the slices of S_ext come first, since
+// those of M often have nothing to do.
+template <class T, int kKeyDim>
+__global__ void __launch_bounds__(kForwardThreads<kSummaryTiles>, 1)
+    summary_kernel(const __grid_constant__ ForwardArgs args) {
+  using Shared = ForwardShared<kKeyDim, kSummaryTiles, false>;
+  extern __shared__ __align__(1024) unsigned char forward_shared[];
+
+  const int heads = static_cast<int>(args.value_heads);
+  const int units = static_cast<int>(args.segments.num_places()) * heads;
+  const int slice = static_cast<int>(blockIdx.x) / units;
+  const int unit_index = static_cast<int>(blockIdx.x) - slice * units;
+  const int place = unit_index / heads;
+  const int head = unit_index - place * heads;
+  launch_dependents();
+  wait_for_previous();
+  Segment segment;
+  if (!find_segment(args.segments, place, segment) || segment.is_last) return;
+  const bool transition = 64 * slice >= args.value_dim;
+  bool forgets;
+  const int remembered = remembered_chunks(args.factors + segment.slot * args.value_heads + head, args.value_heads,
+                                           segment.num_chunks, forgets);
+  if (transition) {
+    if (64 * slice == args.value_dim && threadIdx.x == 0) args.forgets[unit_index] = forgets ? 1 : 0;
+    if (forgets) return;
+  }
+  Unit unit = make_unit(args, segment, head, transition ? 64 * slice - args.value_dim : 64 * slice);
+  const int skipped = segment.num_chunks - remembered;
+  unit.token += skipped * kRows;
+  unit.slot += skipped;
+  unit.num_chunks = remembered;
+  unit.has_values = !transition;
+  unit.enters.identity = transition;
+  float* target = transition ? args.transitions + dense_state(unit_index, kKeyDim, kKeyDim)
+                             : args.states + dense_state(unit_index, args.value_dim, kKeyDim);
+  unit.leaves = {target, 1, kKeyDim};
+
+  const auto shared = init_shared<Shared>(forward_shared, unit, kSummaryTiles, kWarpgroupThreads / 32);
+  const Unit& shared_unit = reinterpret_cast<const Shared*>(forward_shared)->unit;
+  const int group = warpgroup_id();
+  if (group == kSummaryTiles) {
+    SummaryFeeder<kKeyDim, kSummaryTiles>{args, shared_unit, shared}.run();
+  } else {
+    StateConsumer<T, kKeyDim, kSummaryTiles, false>{args, shared_unit, shared, group}.run();
   }
 }
 

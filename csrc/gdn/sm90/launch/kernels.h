@@ -1,7 +1,9 @@
 // Launches, compiled an element type at a time under instantiations/.
 #pragma once
 
+#include "common/device/dependent_launch.cuh"
 #include "gdn/sm90/kernel/forward.cuh"
+#include "gdn/sm90/kernel/merge.cuh"
 #include "gdn/sm90/kernel/prepare.cuh"
 
 namespace cula::gdn::sm90 {
@@ -14,8 +16,12 @@ struct KernelShape {
 
 template <class T>
 void launch_prepare(PrepareArgs args, const KernelShape& shape, device::Stream stream);
-// `blocks`: (sequence, value head, part of the value columns), parts fastest.
 template <class T>
-void launch_forward(const ForwardArgs& args, const KernelShape& shape, int64_t blocks, device::Stream stream);
+void launch_forward(const ForwardArgs& args, const KernelShape& shape, device::Stream stream);
+
+// With segments, before the forward kernel, in this order.
+template <class T>
+void launch_summary(const ForwardArgs& args, const KernelShape& shape, device::Stream stream);
+void launch_merge(const ForwardArgs& args, const KernelShape& shape, device::Stream stream);
 
 }  // namespace cula::gdn::sm90

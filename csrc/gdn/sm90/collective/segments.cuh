@@ -1,0 +1,101 @@
+// Long sequences are cut into segments of a fixed number of chunks, which run side by side. Segments are numbered by
+// places that need no prefix sum: of packed sequence n, whose first chunk has slot p, they start at place
+// floor(p / segment_chunks) + n. Places never meet, and some stay empty.
+#pragma once
+
+#include "gdn/sm90/collective/factors.cuh"
+
+namespace cula::gdn::sm90 {
+
+struct Segmentation {
+  SequenceTable sequences;
+  int64_t chunks = 0;  // of a segment; 0: sequences run whole
+
+  __host__ __device__ int64_t per_row() const {
+    const int64_t slots = sequences.slots_per_row;
+    return chunks == 0 || slots == 0 ? 1 : (slots + chunks - 1) / chunks;
+  }
+  __host__ __device__ int64_t num_places() const {
+    if (sequences.offsets == nullptr) return sequences.num_sequences * per_row();
+    return sequences.num_sequences + (chunks == 0 ? 0 : sequences.num_slots() / chunks);
+  }
+  __device__ int64_t first_place(int64_t n) const {
+    return chunks == 0 ? n : (sequences.boundary(n) / kRows + n) / chunks + n;
+  }
+};
+
+struct Segment {
+  int64_t sequence;
+  int64_t batch;
+  int64_t token;  // first, in its row of the batch
+  int64_t slot;   // first
+  int num_chunks;
+  int tail_length;  // of the last chunk
+  bool is_first;
+  bool is_last;
+};
+
+// Finds the segment of a place; false if it is empty. All lanes of the warp must call.
+__device__ __forceinline__ bool find_segment(const Segmentation& table, int64_t place, Segment& segment) {
+  int64_t index;
+  if (table.sequences.offsets == nullptr) {
+    const int64_t per_row = table.per_row();
+    segment.sequence = place / per_row;
+    index = place - segment.sequence * per_row;
+  } else {
+    // The last sequence whose first place is at or before this one: 32 probes a round.
+    int64_t low = 0;
+    int64_t count = table.sequences.num_sequences;
+    while (count > 1) {
+      const int64_t step = (count + 31) / 32;
+      const int64_t probe = lane_id() * step;
+      const bool reached = probe < count && table.first_place(low + probe) <= place;
+      const int last = 31 - __clz(static_cast<int>(ballot(reached) | 1u));
+      low += last * step;
+      count = count - last * step < step ? count - last * step : step;
+    }
+    segment.sequence = low;
+    index = place - table.first_place(low);
+  }
+  const Sequence sequence = find_sequence(table.sequences, segment.sequence);
+  const int64_t chunks = (sequence.length + kRows - 1) / kRows;
+  const int64_t length = table.chunks == 0 ? chunks : table.chunks;
+  const int64_t first = index * length;
+  if (index < 0 || (index > 0 && first >= chunks)) return false;
+  const int64_t left = chunks - first;
+  segment.batch = sequence.batch;
+  segment.token = sequence.begin + first * kRows;
+  segment.slot = sequence.first_slot + first;
+  segment.num_chunks = static_cast<int>(left < length ? left : length);
+  segment.is_first = index == 0;
+  segment.is_last = left <= length;
+  const int64_t tokens = sequence.length - first * kRows;
+  segment.tail_length = segment.is_last ? static_cast<int>(tokens - (left - 1) * kRows) : kRows;
+  return true;
+}
+
+// A state whose share in a later one is below 2^kForgotten of its norm counts for nothing there: unless its norm
+// exceeds 4, fp32 has no normal number for that.
+inline constexpr float kForgotten = -128.0f;
+
+// Chunks at the end of a segment that forget what entered them, or all of it and `forgets` false. The bound is
+// rigorous: a chunk's transition has at most the norm 2^log2_norm. All lanes of the warp must call.
+__device__ __forceinline__ int remembered_chunks(const ChunkFactors* factors, int64_t stride, int num_chunks,
+                                                 bool& forgets) {
+  float after = 0.0f;  // of the chunks behind those of this round
+  for (int done = 0; done < num_chunks; done += 32) {
+    const int back = done + lane_id();
+    const float mine = back < num_chunks ? factors[(num_chunks - 1 - back) * stride].log2_norm : 0.0f;
+    const float sum = after + warp_inclusive_scan(mine);
+    const unsigned forgotten = ballot(back < num_chunks && sum <= kForgotten);
+    if (forgotten != 0) {
+      forgets = true;
+      return done + __ffs(static_cast<int>(forgotten));
+    }
+    after = shuffle(sum, 31);
+  }
+  forgets = false;
+  return num_chunks;
+}
+
+}  // namespace cula::gdn::sm90

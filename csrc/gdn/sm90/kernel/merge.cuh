@@ -1,0 +1,71 @@
+// The state behind each segment: S <- M S + S_ext along the segments of a sequence, in fp32. Nothing to do behind
+// segments that forget what entered them, which is told apart on the device.
+#pragma once
+
+#include "common/device/dependent_launch.cuh"
+#include "gdn/sm90/collective/pipeline.cuh"
+
+namespace cula::gdn::sm90 {
+
+inline constexpr int kMergeColumns = 8;  // value columns a block
+
+// One thread a key; blocks: sequences, value heads, groups of value columns, these fastest.
+template <int kKeyDim>
+__global__ void __launch_bounds__(kKeyDim) merge_kernel(const ForwardArgs args) {
+  launch_dependents();
+  wait_for_previous();
+  __shared__ float entering[kKeyDim][kMergeColumns];
+  const int groups = args.value_dim / kMergeColumns;
+  const int unit = static_cast<int>(blockIdx.x) / groups;
+  const int value = (static_cast<int>(blockIdx.x) - unit * groups) * kMergeColumns;
+  const int heads = static_cast<int>(args.value_heads);
+  const int sequence_index = unit / heads;
+  const int head = unit - sequence_index * heads;
+  const Segmentation& table = args.segments;
+  const Sequence sequence = find_sequence(table.sequences, sequence_index);
+  const int64_t chunks = (sequence.length + kRows - 1) / kRows;
+  const int64_t count = (chunks + table.chunks - 1) / table.chunks;
+  const int64_t first =
+      table.sequences.offsets == nullptr ? sequence_index * table.per_row() : table.first_place(sequence_index);
+  const int key = static_cast<int>(threadIdx.x);
+
+  for (int64_t s = 0; s + 1 < count; ++s) {
+    const int64_t index = (first + s) * heads + head;
+    if (args.forgets[index] != 0) continue;
+    const float* previous = args.states + (index - heads) * args.value_dim * kKeyDim + value * kKeyDim + key;
+    float* target = args.states + index * args.value_dim * kKeyDim + value * kKeyDim + key;
+    sync_block();  // the columns of the segment before have been read
+#pragma unroll
+    for (int i = 0; i < kMergeColumns; ++i) {
+      float x = 0.0f;
+      if (s > 0) {
+        x = previous[i * kKeyDim];
+      } else if (args.initial_state) {
+        const TensorArg& h = args.initial_state;
+        x = h.load(sequence_index * h.stride[0] + head * h.stride[1] + key * h.stride[2] + (value + i) * h.stride[3]);
+      }
+      entering[key][i] = x;
+    }
+    sync_block();
+    float sum[kMergeColumns];
+#pragma unroll
+    for (int i = 0; i < kMergeColumns; ++i) sum[i] = target[i * kKeyDim];
+    const float* transition = args.transitions + index * kKeyDim * kKeyDim + key;
+#pragma unroll 8
+    for (int j = 0; j < kKeyDim; ++j) {
+      const float m = transition[j * kKeyDim];
+#pragma unroll
+      for (int i = 0; i < kMergeColumns; i += 4) {
+        const float4 x = *reinterpret_cast<const float4*>(&entering[j][i]);
+        sum[i] += m * x.x;
+        sum[i + 1] += m * x.y;
+        sum[i + 2] += m * x.z;
+        sum[i + 3] += m * x.w;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kMergeColumns; ++i) target[i * kKeyDim] = sum[i];
+  }
+}
+
+}  // namespace cula::gdn::sm90
