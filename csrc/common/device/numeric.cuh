@@ -111,6 +111,32 @@ __device__ __forceinline__ double load_double(const void* data, DType dtype, int
   return load_float(data, dtype, index);
 }
 
+// An element as its bits: several can be on their way at once, whatever their type, since nothing is done to them yet.
+__device__ __forceinline__ uint2 load_bits(const void* data, DType dtype, int64_t index) {
+  switch (dtype) {
+    case DType::kBFloat16:
+    case DType::kFloat16:
+      return {static_cast<const uint16_t*>(data)[index], 0};
+    case DType::kFloat64:
+      return static_cast<const uint2*>(data)[index];
+    default:
+      return {static_cast<const uint32_t*>(data)[index], 0};
+  }
+}
+
+__device__ __forceinline__ double bits_to_double(uint2 bits, DType dtype) {
+  switch (dtype) {
+    case DType::kBFloat16:
+      return __uint_as_float(bits.x << 16);
+    case DType::kFloat16:
+      return __half2float(__ushort_as_half(static_cast<unsigned short>(bits.x)));
+    case DType::kFloat64:
+      return __hiloint2double(static_cast<int>(bits.y), static_cast<int>(bits.x));
+    default:
+      return __uint_as_float(bits.x);
+  }
+}
+
 __device__ __forceinline__ void store_float(void* data, DType dtype, int64_t index, float value) {
   switch (dtype) {
     case DType::kBFloat16:

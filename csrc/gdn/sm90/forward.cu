@@ -175,9 +175,8 @@ void forward(const Plan& plan, const ForwardTensors& t, Workspace workspace, Str
   prepare.group = call.group;
   prepare.head_blocks = 0;
   prepare.scale = static_cast<float>(plan.scale());
-  prepare.k = tensor_arg(operands.k);
   prepare.gates = cuda::operator_gates(call, t.g, t.beta, t.A_log, t.dt_bias);
-  prepare.A = tensor_arg(operands.A);
+  prepare.A_rows = tensor_arg(operands.A);
   prepare.factors = space.factors;
 
   ForwardArgs args;
@@ -187,6 +186,8 @@ void forward(const Plan& plan, const ForwardTensors& t, Workspace workspace, Str
     args.maps.v = device::make_tensor_map(operands.v, "v");
     args.maps.A = device::make_tensor_map(operands.A, "A");
     args.maps.o = device::make_tensor_map(operands.o, "o");
+    prepare.k = args.maps.k;
+    prepare.A = args.maps.A;
   }
   args.segments.sequences = call.sequences;
   args.segments.chunks = schedule.segment_chunks;

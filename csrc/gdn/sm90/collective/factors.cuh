@@ -32,9 +32,28 @@ static_assert(sizeof(ChunkFactors) % 16 == 0);  // for bulk copies
 
 inline constexpr double kReset = -150.0;  // 2^-150 rounds to 0
 
+// The gates of rows 2 lane and 2 lane + 1 as they lie in memory.
+struct RawGates {
+  uint2 g[2];
+  uint2 beta[2];
+};
+
+__device__ __forceinline__ RawGates load_gates(const GateArgs& args, const Chunk& chunk, int64_t head) {
+  RawGates raw = {};
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = 2 * lane_id() + r;
+    if (row < chunk.length) {
+      raw.g[r] = load_bits(args.g.data, args.g.dtype, args.g.offset(chunk.batch, chunk.token + row, head));
+      raw.beta[r] = load_bits(args.beta.data, args.beta.dtype, args.beta.offset(chunk.batch, chunk.token + row, head));
+    }
+  }
+  return raw;
+}
+
 // By one whole warp. Everything but log2_norm.
-__device__ __forceinline__ void make_factors(ChunkFactors& f, const GateArgs& args, const Chunk& chunk, int64_t head,
-                                             float scale) {
+__device__ __forceinline__ void make_factors(ChunkFactors& f, const RawGates& raw, const GateArgs& args,
+                                             const Chunk& chunk, int64_t head, float scale) {
   const int lane = lane_id();
   double sum[2];
   bool reset[2];
@@ -45,9 +64,9 @@ __device__ __forceinline__ void make_factors(ChunkFactors& f, const GateArgs& ar
     double gate = 0.0;
     beta[r] = 0.0f;
     if (row < chunk.length) {
-      beta[r] = args.beta.load(args.beta.offset(chunk.batch, chunk.token + row, head));
+      beta[r] = static_cast<float>(bits_to_double(raw.beta[r], args.beta.dtype));
       if (args.beta_sigmoid) beta[r] = args.beta_scale * cuda::sigmoid(beta[r]);
-      gate = load_double(args.g.data, args.g.dtype, args.g.offset(chunk.batch, chunk.token + row, head));
+      gate = bits_to_double(raw.g[r], args.g.dtype);
       if (args.A_log) {
         const double a_log = load_double(args.A_log.data, args.A_log.dtype, head * args.A_log.stride[0]);
         const double bias =

@@ -1,100 +1,165 @@
-// (I + L)^-1 of a strictly lower triangular 64 x 64 matrix by one warp, in registers.
+// (I + L)^-1 of a strictly lower triangular 64 x 64 matrix by one warp.
 //
-// Substitution in fp32 inside the 16 x 16 diagonal blocks, through a scratch in shared memory; then
-// [X, 0; Y, Z]^-1 = [X', 0; -Z' Y X', Z'] for blocks of 16 and of 32. Operands of those products are split into two
-// bf16 (high + low, three products), which keeps 16 bits of each: the result is rounded to 16-bit types once, at its
-// end.
+// Substitution in fp32 inside the 16 x 16 diagonal blocks; then [X, 0; Y, Z]^-1 = [X', 0; -Z' Y X', Z'] for blocks of
+// 16 and of 32, as products in TF32 (operands rounded to nearest) with fp32 sums: their error lies below that of
+// rounding the result to 16 bits. L itself never exists as a whole: its blocks are made from K K^T when they are
+// multiplied.
 #pragma once
 
 #include "gdn/cuda/collective/fragment.cuh"
+#include "gdn/sm90/collective/factors.cuh"
 
 namespace cula::gdn::sm90 {
 
-using namespace cula::device;
+// A 16 x 16 block in shared memory. The pitch keeps rows aligned to 16 bytes; columns are read without bank conflicts.
+inline constexpr int kBlockPitch = 20;
+struct alignas(16) Block {
+  float data[16][kBlockPitch];
+};
 
-// The blocks on and below the diagonal, as accumulators of 16 x 16: [block][n / 8][4].
+// The blocks on and below the diagonal.
 inline constexpr int kTriangleBlocks = 10;
-using Triangle = float[kTriangleBlocks][2][4];
 __host__ __device__ constexpr int triangle_block(int row, int column) { return row * (row + 1) / 2 + column; }
 
-inline constexpr int kDiagonalPitch = 20;  // rows stay aligned to 16 bytes and meet few banks twice
-struct alignas(16) DiagonalScratch {
-  float data[4][16][kDiagonalPitch];
+// Accumulators of 16 x 16, [n / 8]; operands are in the order of contraction of cuda::FragmentA<float> and B.
+using Accumulators = float[2][4];
+struct LeftOperand {
+  uint32_t r[8];
+};
+struct RightOperand {
+  uint32_t r[8];
 };
 
-struct SplitOperand {
-  uint32_t high[4];
-  uint32_t low[4];
-};
+// To the nearest TF32 number, ties away from zero, for an operand of mma, which drops the bits below. One instruction,
+// where cvt.rna.tf32 takes four.
+__device__ __forceinline__ uint32_t round_tf32(float x) { return __float_as_uint(x) + 0x1000u; }
 
-// Four pairs, in the order of an operand A: (rows 0-7, columns 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15).
-__device__ __forceinline__ SplitOperand split_rows(const float (&c)[2][4]) {
-  SplitOperand a;
+__device__ __forceinline__ void load_block(Accumulators& c, const Block& block) {
+  const int lane = lane_id();
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float x = c[i >> 1][2 * (i & 1)];
-    const float y = c[i >> 1][2 * (i & 1) + 1];
-    a.high[i] = pack2<bf16>(x, y);
-    const float2 rounded = unpack2<bf16>(a.high[i]);
-    a.low[i] = pack2<bf16>(x - rounded.x, y - rounded.y);
+    const float2 pair =
+        *reinterpret_cast<const float2*>(&block.data[(lane >> 2) + 8 * (i & 1)][8 * (i >> 1) + 2 * (lane & 3)]);
+    c[i >> 1][2 * (i & 1)] = pair.x;
+    c[i >> 1][2 * (i & 1) + 1] = pair.y;
+  }
+}
+
+__device__ __forceinline__ void store_block(Block& block, const Accumulators& c) {
+  const int lane = lane_id();
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    *reinterpret_cast<float2*>(&block.data[(lane >> 2) + 8 * (i & 1)][8 * (i >> 1) + 2 * (lane & 3)]) =
+        make_float2(c[i >> 1][2 * (i & 1)], c[i >> 1][2 * (i & 1) + 1]);
+  }
+}
+
+__device__ __forceinline__ LeftOperand left_operand(const Accumulators& c) {
+  LeftOperand a;
+#pragma unroll
+  for (int s = 0; s < 2; ++s) {
+    a.r[4 * s] = round_tf32(c[s][0]);
+    a.r[4 * s + 1] = round_tf32(c[s][2]);
+    a.r[4 * s + 2] = round_tf32(c[s][1]);
+    a.r[4 * s + 3] = round_tf32(c[s][3]);
   }
   return a;
 }
+__device__ __forceinline__ LeftOperand left_operand(const Block& block) {
+  Accumulators c;
+  load_block(c, block);
+  return left_operand(c);
+}
 
-// The same block as an operand B: [n / 8][k / 8].
-__device__ __forceinline__ SplitOperand split_columns(const float (&c)[2][4]) {
-  SplitOperand b = split_rows(c);
+// r[4 n + 2 s + e] is the element in row 8 s + 2 t + e and column 8 n + g.
+__device__ __forceinline__ RightOperand right_operand(const Block& block) {
+  const int g = lane_id() >> 2;
+  const int t = 2 * (lane_id() & 3);
+  RightOperand b;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    b.high[i] = movmatrix_trans(b.high[i]);
-    b.low[i] = movmatrix_trans(b.low[i]);
-  }
+  for (int i = 0; i < 8; ++i) b.r[i] = round_tf32(block.data[8 * (i / 2 % 2) + t + i % 2][8 * (i / 4) + g]);
   return b;
 }
 
-__device__ __forceinline__ void multiply_split(float (&c)[2][4], const SplitOperand& a, const SplitOperand& b) {
+// c += a b
+__device__ __forceinline__ void multiply(Accumulators& c, const LeftOperand& a, const RightOperand& b) {
 #pragma unroll
-  for (int n = 0; n < 2; ++n) {
-    mma_m16n8k16<bf16>(c[n], a.low, b.high[2 * n], b.high[2 * n + 1]);
-    mma_m16n8k16<bf16>(c[n], a.high, b.low[2 * n], b.low[2 * n + 1]);
-    mma_m16n8k16<bf16>(c[n], a.high, b.high[2 * n], b.high[2 * n + 1]);
-  }
-}
-
-__device__ __forceinline__ void load_block(float (&c)[2][4], const float (&block)[16][kDiagonalPitch]) {
-  const int lane = lane_id();
+  for (int s = 0; s < 2; ++s) {
 #pragma unroll
-  for (int n = 0; n < 2; ++n) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float2 pair = *reinterpret_cast<const float2*>(&block[(lane >> 2) + 8 * half][8 * n + 2 * (lane & 3)]);
-      c[n][2 * half] = pair.x;
-      c[n][2 * half + 1] = pair.y;
+    for (int n = 0; n < 2; ++n) {
+      const uint32_t(&step)[4] = reinterpret_cast<const uint32_t(&)[4]>(a.r[4 * s]);
+      mma_m16n8k8_tf32(c[n], step, b.r[4 * n + 2 * s], b.r[4 * n + 2 * s + 1]);
     }
   }
 }
 
-__device__ __forceinline__ void store_block(float (&block)[16][kDiagonalPitch], const float (&c)[2][4]) {
-  const int lane = lane_id();
+// What turns K K^T into -L. Off the diagonal blocks every column precedes every row.
+struct Gates {
+  const ChunkFactors& f;
+  bool restarts;  // in the chunk
+
+  // Block (row, column) of -L, as right operand.
+  __device__ __forceinline__ RightOperand right_operand(const Block& product, int row, int column) const {
+    const int g = lane_id() >> 2;
+    const int t = 2 * (lane_id() & 3);
+    float x[8];
 #pragma unroll
-  for (int n = 0; n < 2; ++n) {
+    for (int s = 0; s < 2; ++s) {
+      const int i = 16 * row + 8 * s + t;
+      const float2 gamma = *reinterpret_cast<const float2*>(&f.gamma[i]);
+      const float2 beta = *reinterpret_cast<const float2*>(&f.beta[i]);
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        const int j = 16 * column + 8 * n + g;
+        const float other = f.gamma[j];
+        float* y = x + 4 * n + 2 * s;
+        y[0] = product.data[8 * s + t][8 * n + g] * (-beta.x * exp2_approx(gamma.x - other));
+        y[1] = product.data[8 * s + t + 1][8 * n + g] * (-beta.y * exp2_approx(gamma.y - other));
+        if (restarts) {
+          if (j < f.first[i]) y[0] = 0.0f;
+          if (j < f.first[i + 1]) y[1] = 0.0f;
+        }
+      }
+    }
+    RightOperand b;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) b.r[i] = round_tf32(x[i]);
+    return b;
+  }
+
+  // Diagonal block of -L. Selected, since what is dropped may be infinite.
+  __device__ __forceinline__ void diagonal(Block& result, const Block& product, int block) const {
+    const int g = lane_id() >> 2;
+    const int t = 2 * (lane_id() & 3);
+    Accumulators c;
+    load_block(c, product);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      *reinterpret_cast<float2*>(&block[(lane >> 2) + 8 * half][8 * n + 2 * (lane & 3)]) =
-          make_float2(c[n][2 * half], c[n][2 * half + 1]);
-    }
-  }
-}
-
-// Replaces each diagonal block -L by (I + L)^-1.
-__device__ __forceinline__ void invert_diagonal(Triangle& m, DiagonalScratch& scratch) {
+      const int i = 16 * block + 8 * half + g;
+      const float gamma = f.gamma[i];
+      const float beta = -f.beta[i];
+      const int first = restarts ? f.first[i] : 0;
 #pragma unroll
-  for (int b = 0; b < 4; ++b) store_block(scratch.data[b], m[triangle_block(b, b)]);
-  sync_warp();
+      for (int n = 0; n < 2; ++n) {
+        const int j = 16 * block + 8 * n + t;
+        const float2 other = *reinterpret_cast<const float2*>(&f.gamma[j]);
+        float* x = &c[n][2 * half];
+        x[0] *= beta * exp2_approx(gamma - other.x);
+        x[1] *= beta * exp2_approx(gamma - other.y);
+        if (j >= i || j < first) x[0] = 0.0f;
+        if (j + 1 >= i || j + 1 < first) x[1] = 0.0f;
+      }
+    }
+    store_block(result, c);
+  }
+};
+
+// Replaces four diagonal blocks -L by (I + L)^-1.
+__device__ __forceinline__ void invert_diagonal(Block* blocks) {
   // Each half of the warp takes blocks 0 or 1, and 2 or 3 beside it; a lane one of their columns.
   const int column = lane_id() & 15;
-  float(&lower)[16][kDiagonalPitch] = scratch.data[lane_id() >> 4];
-  float(&upper)[16][kDiagonalPitch] = scratch.data[2 + (lane_id() >> 4)];
+  Block& lower = blocks[lane_id() >> 4];
+  Block& upper = blocks[2 + (lane_id() >> 4)];
   float x[16];
   float y[16];
 #pragma unroll
@@ -102,8 +167,8 @@ __device__ __forceinline__ void invert_diagonal(Triangle& m, DiagonalScratch& sc
     x[i] = y[i] = i == column ? 1.0f : 0.0f;
 #pragma unroll
     for (int k = 0; k < i; k += 4) {
-      const float4 a = *reinterpret_cast<const float4*>(&lower[i][k]);
-      const float4 b = *reinterpret_cast<const float4*>(&upper[i][k]);
+      const float4 a = *reinterpret_cast<const float4*>(&lower.data[i][k]);
+      const float4 b = *reinterpret_cast<const float4*>(&upper.data[i][k]);
       x[i] += a.x * x[k];
       y[i] += b.x * y[k];
       if (k + 1 < i) x[i] += a.y * x[k + 1], y[i] += b.y * y[k + 1];
@@ -114,56 +179,84 @@ __device__ __forceinline__ void invert_diagonal(Triangle& m, DiagonalScratch& sc
   sync_warp();
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
-    lower[i][column] = x[i];
-    upper[i][column] = y[i];
+    lower.data[i][column] = x[i];
+    upper.data[i][column] = y[i];
   }
   sync_warp();
+}
+
+// The inverse, rounded to T: four registers a block, as an operand of m16n8k16 (and for stmatrix).
+template <class T>
+struct RoundedTriangle {
+  uint32_t r[kTriangleBlocks][4];
+
+  __device__ __forceinline__ void set(int row, int column, const Accumulators& c) {
+    const cuda::FragmentA<T> a = cuda::to_a<T>(c[0], c[1]);
 #pragma unroll
-  for (int b = 0; b < 4; ++b) load_block(m[triangle_block(b, b)], scratch.data[b]);
-}
+    for (int i = 0; i < 4; ++i) r[triangle_block(row, column)][i] = a.r[i];
+  }
+};
 
-// c = a0 b0 (+ a1 b1)
-__device__ __forceinline__ void product(float (&c)[2][4], const SplitOperand& a, const SplitOperand& b) {
-  cuda::clear(c);
-  multiply_split(c, a, b);
-}
+inline constexpr int kInverseBlocks = 5;  // of scratch: the diagonal, and one more
 
-// `m`: -L in, (I + L)^-1 out. By one warp, with a scratch of its own.
-__device__ __forceinline__ void invert_triangle(Triangle& m, DiagonalScratch& scratch) {
-  invert_diagonal(m, scratch);
-  float r[2][4];
-  // Blocks of 16: Y10 and Y32.
+// products: K K^T, [block]. By one warp, with a scratch of its own.
+template <class T>
+__device__ __forceinline__ void invert_triangle(RoundedTriangle<T>& result, const Block* products, const Gates& gates,
+                                                Block* scratch) {
+#pragma unroll
+  for (int b = 0; b < 4; ++b) gates.diagonal(scratch[b], products[triangle_block(b, b)], b);
+  sync_warp();
+  invert_diagonal(scratch);
+#pragma unroll
+  for (int b = 0; b < 4; ++b) {
+    Accumulators c;
+    load_block(c, scratch[b]);
+    result.set(b, b, c);
+  }
+
+  // Blocks of 16: Y10 and Y32. Y10 is a right operand later, so it goes through the scratch.
+  LeftOperand y32;
 #pragma unroll
   for (int b = 0; b < 4; b += 2) {
-    float(&y)[2][4] = m[triangle_block(b + 1, b)];
-    product(r, split_rows(m[triangle_block(b + 1, b + 1)]), split_columns(y));
-    product(y, split_rows(r), split_columns(m[triangle_block(b, b)]));
-  }
-  // Blocks of 32: R = Z' (-L), row 3 of it first since row 2 is computed in place.
-  float r3[2][2][4];
-  float r2[2][2][4];
-  {
-    const SplitOperand z2 = split_rows(m[triangle_block(2, 2)]);
-    const SplitOperand z32 = split_rows(m[triangle_block(3, 2)]);
-    const SplitOperand z3 = split_rows(m[triangle_block(3, 3)]);
-#pragma unroll
-    for (int column = 0; column < 2; ++column) {
-      const SplitOperand upper = split_columns(m[triangle_block(2, column)]);
-      product(r3[column], z32, upper);
-      multiply_split(r3[column], z3, split_columns(m[triangle_block(3, column)]));
-      product(r2[column], z2, upper);
+    Accumulators c = {};
+    Accumulators y = {};
+    multiply(c, left_operand(scratch[b + 1]), gates.right_operand(products[triangle_block(b + 1, b)], b + 1, b));
+    multiply(y, left_operand(c), right_operand(scratch[b]));
+    result.set(b + 1, b, y);
+    if (b == 0) {
+      store_block(scratch[4], y);
+    } else {
+      y32 = left_operand(y);
     }
   }
-  const SplitOperand x0 = split_columns(m[triangle_block(0, 0)]);
-  const SplitOperand x10 = split_columns(m[triangle_block(1, 0)]);
-  const SplitOperand x1 = split_columns(m[triangle_block(1, 1)]);
+  // Blocks of 32: R = Z' (-L), then R X'.
+  LeftOperand r2[2];
+  LeftOperand r3[2];
+#pragma unroll
+  for (int column = 0; column < 2; ++column) {
+    const RightOperand l2 = gates.right_operand(products[triangle_block(2, column)], 2, column);
+    Accumulators c = {};
+    multiply(c, left_operand(scratch[2]), l2);
+    r2[column] = left_operand(c);
+    Accumulators d = {};
+    multiply(d, y32, l2);
+    multiply(d, left_operand(scratch[3]), gates.right_operand(products[triangle_block(3, column)], 3, column));
+    r3[column] = left_operand(d);
+  }
+  sync_warp();
+  const RightOperand x0 = right_operand(scratch[0]);
+  const RightOperand x10 = right_operand(scratch[4]);
+  const RightOperand x1 = right_operand(scratch[1]);
 #pragma unroll
   for (int row = 2; row < 4; ++row) {
-    const SplitOperand left = split_rows(row == 2 ? r2[0] : r3[0]);
-    const SplitOperand right = split_rows(row == 2 ? r2[1] : r3[1]);
-    product(m[triangle_block(row, 0)], left, x0);
-    multiply_split(m[triangle_block(row, 0)], right, x10);
-    product(m[triangle_block(row, 1)], right, x1);
+    const LeftOperand(&r)[2] = row == 2 ? r2 : r3;
+    Accumulators c = {};
+    multiply(c, r[0], x0);
+    multiply(c, r[1], x10);
+    result.set(row, 0, c);
+    Accumulators d = {};
+    multiply(d, r[1], x1);
+    result.set(row, 1, d);
   }
 }
 

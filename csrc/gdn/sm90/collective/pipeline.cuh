@@ -15,20 +15,12 @@
 #include "common/device/warpgroup.cuh"
 #include "common/device/wgmma.cuh"
 #include "gdn/sm90/collective/segments.cuh"
+#include "gdn/sm90/collective/tile.cuh"
 
 namespace cula::gdn::sm90 {
 
 inline constexpr int kStages = 3;  // two are not enough: 0.83 ms against 0.58 (16/64 heads, 4 x 8192)
 inline constexpr int kScoreBuffers = 2;
-inline constexpr int kTileBytes = kRows * 64 * 2;  // 64 rows of 64 16-bit elements, in the 128-byte swizzle
-
-struct alignas(1024) SwizzledTile {
-  unsigned char data[kTileBytes];
-};
-
-// Byte offset of a 16-byte piece of a row.
-__device__ __forceinline__ int swizzled(int row, int piece) { return row * 128 + ((piece ^ (row & 7)) * 16); }
-
 // A K x V state of one head in global memory, or its 64-wide part: where it comes from and goes to.
 struct StateSource {
   const void* data;  // null: zeros, or the identity

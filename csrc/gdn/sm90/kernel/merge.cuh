@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kKeyDim) merge_kernel(const ForwardArgs args) 
 #pragma unroll
     for (int i = 0; i < kMergeColumns; ++i) sum[i] = target[i * kKeyDim];
     const float* transition = args.transitions + index * kKeyDim * kKeyDim + key;
-#pragma unroll 8
+#pragma unroll 32
     for (int j = 0; j < kKeyDim; ++j) {
       const float m = transition[j * kKeyDim];
 #pragma unroll

@@ -4,21 +4,28 @@
 
 namespace cula::gdn::sm90 {
 
-template <class T, int kKeyDim>
+template <class T, int kKeyDim, int kKeyHeads>
 void launch_prepare_for(const PrepareArgs& args, device::Stream stream) {
-  device::launch<prepare_kernel<T, kKeyDim>>("prepare",
-                                             {.blocks = args.sequences.num_slots() * args.head_blocks,
-                                              .threads = kPrepareThreads,
-                                              .shared_bytes = PrepareShared<T, kKeyDim>::bytes(args.group),
-                                              .stream = stream},
-                                             args);
+  device::launch<prepare_kernel<T, kKeyDim, kKeyHeads>>("prepare",
+                                                        {.blocks = args.sequences.num_slots() * args.head_blocks,
+                                                         .threads = kPrepareThreads,
+                                                         .shared_bytes = sizeof(PrepareShared<kKeyDim, kKeyHeads>),
+                                                         .stream = stream},
+                                                        args);
+}
+
+template <class T, int kKeyDim>
+void launch_prepare_for_keys(const PrepareArgs& args, device::Stream stream) {
+  if (args.group % kPrepareHeads == 0) return launch_prepare_for<T, kKeyDim, 1>(args, stream);
+  if (args.group == 2) return launch_prepare_for<T, kKeyDim, 2>(args, stream);
+  return launch_prepare_for<T, kKeyDim, kPrepareHeads>(args, stream);
 }
 
 template <class T>
 void launch_prepare(PrepareArgs args, const KernelShape& shape, device::Stream stream) {
   args.head_blocks = (args.value_heads + kPrepareHeads - 1) / kPrepareHeads;
-  if (shape.key_dim == 64) return launch_prepare_for<T, 64>(args, stream);
-  return launch_prepare_for<T, 128>(args, stream);
+  if (shape.key_dim == 64) return launch_prepare_for_keys<T, 64>(args, stream);
+  return launch_prepare_for_keys<T, 128>(args, stream);
 }
 
 }  // namespace cula::gdn::sm90
