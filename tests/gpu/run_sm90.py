@@ -100,24 +100,23 @@ def hidden_tokens(run: Runner) -> None:
 
 def segments(run: Runner) -> None:
     """Few heads and long sequences, which run in segments; from gates that forget within one to none at all."""
-    for dtype in (BF16, FP16):
-        d = NAMES[dtype]
-        for gate_scale in (1.0, 1 / 16, 1 / 256, 0.0):
-            for K, V in ((128, 128), (64, 64), (64, 128), (128, 64)):
-                shape = Shape(dtype, T=2333, H=1, HV=2, K=K, V=V, l2norm=K == 64)
-                if "segments of" not in run.library.describe(shape):
-                    run.report(f"segments {d} {K}x{V}", {"not segmented": (INFINITY, 0.0)})
-                run.operator(
-                    f"segments {d} {K}x{V} gates * {gate_scale:g}", shape,
-                    Options(gate_scale=gate_scale, resets=(700, 701)), backward=False,
-                )  # fmt: skip
-        offsets = [0, 0, 2100, 2100, 2165, 2166, 3800]
-        run.operator(
-            f"segments {d} packed", Shape(dtype, T=3900, H=1, HV=2, K=128, V=128, offsets=offsets, v_first=True),
-            Options(gate_scale=1 / 64, state_dtype=BF16), backward=False,
-        )  # fmt: skip
-    run.operator("segments bf16 batch", Shape(BF16, B=2, T=2000, H=1, HV=1, K=128, V=128), Options(gate_scale=1 / 64),
-                 backward=False)  # fmt: skip
+
+    def check(name: str, shape: Shape, options: Options) -> None:
+        if "segments of" not in run.library.describe(shape):
+            run.report(f"segments {name}", {"not segmented": (INFINITY, 0.0)})
+        run.operator(f"segments {name}", shape, options, backward=False)
+
+    for gate_scale in (1.0, 1 / 16, 1 / 256, 0.0):
+        options = Options(gate_scale=gate_scale, resets=(700, 701) if gate_scale != 0 else ())
+        check(f"bf16 gates * {gate_scale:g}", Shape(BF16, T=4333, H=1, HV=2, K=128, V=128), options)
+    for K, V in ((64, 64), (64, 128), (128, 64)):
+        check(f"fp16 {K}x{V}", Shape(FP16, T=4333, H=1, HV=2, K=K, V=V, l2norm=True), Options(gate_scale=1 / 256))
+    check(
+        "bf16 packed",
+        Shape(BF16, T=6300, H=1, HV=2, K=128, V=128, offsets=[0, 0, 4500, 4500, 4565, 4566, 6200], v_first=True),
+        Options(gate_scale=1 / 64, state_dtype=BF16),
+    )
+    check("fp16 batch", Shape(FP16, B=2, T=4200, H=1, HV=1, K=128, V=128), Options(gate_scale=1 / 64))
 
 
 def long_sequence(run: Runner) -> None:

@@ -41,9 +41,8 @@ __device__ __forceinline__ void bulk_load(uint32_t target, const void* source, i
 
 // Groups of this thread's stores.
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until all have read their source / are in global memory.
+// Until all have read their source, which may then be written again; they reach global memory before the kernel ends.
 __device__ __forceinline__ void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-__device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // Orders this thread's ordinary accesses to shared memory before those of the copy engine and of wgmma that a later
 // barrier lets start.

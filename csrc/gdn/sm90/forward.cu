@@ -29,7 +29,7 @@ struct ForwardWorkspace {
   ChunkFactors* factors = nullptr;  // [slots, HV]
   float* states = nullptr;          // [places, HV, V, K]; these three only with segments
   float* transitions = nullptr;     // [places, HV, K, K]
-  int32_t* forgets = nullptr;       // [places, HV]
+  int32_t* independent = nullptr;   // [places, HV]
   size_t bytes = 0;
 
   ForwardWorkspace(const Plan& plan, const Schedule& schedule, DType dtype, bool saves, void* data) {
@@ -54,7 +54,7 @@ struct ForwardWorkspace {
           problem.sequence_offsets ? problem.num_sequences() + slots / schedule.segment_chunks : segments.num_places();
       states = cutter.take<float>(places * problem.value_heads * problem.value_dim * problem.key_dim);
       transitions = cutter.take<float>(places * problem.value_heads * problem.key_dim * problem.key_dim);
-      forgets = cutter.take<int32_t>(places * problem.value_heads);
+      independent = cutter.take<int32_t>(places * problem.value_heads);
     }
     bytes = cutter.used();
   }
@@ -202,7 +202,7 @@ void forward(const Plan& plan, const ForwardTensors& t, Workspace workspace, Str
   args.o = tensor_arg(operands.o);
   args.states = space.states;
   args.transitions = space.transitions;
-  args.forgets = space.forgets;
+  args.independent = space.independent;
 
   const KernelShape shape = {static_cast<int>(problem.key_dim), schedule.value_tiles};
   const auto run = [&](auto element) {

@@ -36,7 +36,7 @@ std::string Schedule::describe() const {
   return text;
 }
 
-Schedule choose_schedule(const std::vector<int64_t>& lengths, int64_t value_heads, int64_t key_dim, int64_t value_dim) {
+Schedule choose_schedule(const std::vector<int64_t>& lengths, int64_t value_heads, int64_t value_dim) {
   constexpr Costs kCosts;
   constexpr int64_t kShortestSegment = 8;
   constexpr double kGain = 0.93;  // segments must be worth their noise
@@ -54,25 +54,23 @@ Schedule choose_schedule(const std::vector<int64_t>& lengths, int64_t value_head
     int64_t blocks = 0;
     int64_t steps = 0;  // over all blocks
     int64_t summaries = 0;
-    int64_t most_segments = 1;
     for (const int64_t n : chunks) {
       const int64_t count = segment == 0 ? 1 : std::max<int64_t>((n + segment - 1) / segment, 1);
       blocks += count * value_heads * parts;
       steps += n * value_heads * parts;
       summaries += (count - 1) * value_heads;
-      most_segments = std::max(most_segments, count);
     }
     // Equal blocks run in whole waves; unequal ones fill up behind each other.
     const double length = static_cast<double>(segment == 0 ? longest : std::min(segment, longest));
     const double average = static_cast<double>(steps) / static_cast<double>(std::max<int64_t>(blocks, 1));
-    const double forward = std::max(length, static_cast<double>(waves(blocks)) * average);
-    double time = forward * kCosts.chunk_us[value_tiles];
+    const double forward_waves = static_cast<double>(waves(blocks));
+    double time =
+        std::max(length, forward_waves * average) * kCosts.chunk_us[value_tiles] + forward_waves * kCosts.start_us;
     if (segment != 0) {
-      const bool forgets = segment >= kCosts.remembered_chunks;
-      const int64_t slices = (value_dim + (forgets ? 0 : key_dim)) / 64;
-      time += static_cast<double>(waves(summaries * slices) * std::min(segment, kCosts.remembered_chunks)) *
-                  kCosts.summary_chunk_us +
-              kCosts.segments_us + (forgets ? 0.0 : static_cast<double>(most_segments - 1) * kCosts.merge_us);
+      const int64_t remembered = std::min(longest - segment, kCosts.remembered_chunks);
+      time += static_cast<double>(waves(summaries * (value_dim / 64))) *
+                  (static_cast<double>(remembered) * kCosts.summary_chunk_us + kCosts.start_us) +
+              kCosts.merge_us;
     }
     const bool better =
         best.blocks == 0 || time < best.microseconds * (segment != 0 && best.segment_chunks == 0 ? kGain : 1.0);
@@ -91,7 +89,7 @@ Schedule choose_schedule(const Plan& plan) {
   std::vector<int64_t> lengths;
   lengths.reserve(plan.sequences().size());
   for (const SequenceRange& sequence : plan.sequences()) lengths.push_back(sequence.length);
-  return choose_schedule(lengths, plan.problem().value_heads, plan.problem().key_dim, plan.problem().value_dim);
+  return choose_schedule(lengths, plan.problem().value_heads, plan.problem().value_dim);
 }
 
 }  // namespace cula::gdn::sm90

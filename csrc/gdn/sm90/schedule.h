@@ -27,17 +27,17 @@ struct Schedule {
 // segments the order of roundings.
 struct Costs {
   double chunk_us[3] = {0, 1.43, 2.1};  // one chunk of the forward kernel, by value tiles
-  double summary_chunk_us = 0.95;       // one chunk of a 64-wide slice of the summary
-  double segments_us = 9.0;             // two more launches, and the forward kernel's start
-  double merge_us = 2.5;                // one segment
-  // Chunks of a segment that the summary goes through: the decay of typical gates (here -0.05 a token) makes all that
-  // came before them vanish in fp32 (segments.cuh: kForgotten), and the segment's transition with it. Gates that decay
-  // less make the summary longer, nothing else.
+  double start_us = 5.0;                // of a wave of blocks: its first loads, its last stores
+  double summary_chunk_us = 1.05;       // one chunk of the summary
+  double merge_us = 4.0;                // of its launch
+  // Chunks that the summary goes through: with the decay of typical gates (here -0.05 a token) all that came before
+  // them has vanished in fp32 (segments.cuh: kForgotten), and no transition is needed. Gates that decay less make the
+  // summary longer, nothing else.
   int64_t remembered_chunks = 28;
 };
 
 // lengths: tokens of each sequence.
-Schedule choose_schedule(const std::vector<int64_t>& lengths, int64_t value_heads, int64_t key_dim, int64_t value_dim);
+Schedule choose_schedule(const std::vector<int64_t>& lengths, int64_t value_heads, int64_t value_dim);
 Schedule choose_schedule(const Plan& plan);
 
 }  // namespace cula::gdn::sm90

@@ -126,12 +126,12 @@ struct ForwardArgs {
   int initial_state_bytes;  // of an element
   TensorArg final_state;    // fp32
   TensorArg o;
-  // With segments, fp32, [place, HV]: the state behind each segment but the last of its sequence, [V, K]. The summary
-  // writes what the segment adds (S_ext), the merge completes it. The transition M of the segment, transposed, [K, K],
-  // unless forgets[place, HV] is not 0: then M is zero.
+  // With segments, fp32, [place, HV]: the state behind each segment but the last of its sequence, [V, K]. Where
+  // independent[place, HV] is not 0, the summary writes it; elsewhere the summary writes what the segment adds to it
+  // (S_ext) and its transition M, transposed, [K, K], and the merge completes the state.
   float* states;
   float* transitions;
-  int32_t* forgets;
+  int32_t* independent;
 };
 
 __device__ __forceinline__ float2 load_shared_pair(uint32_t address) {

@@ -26,6 +26,7 @@ struct Segmentation {
 
 struct Segment {
   int64_t sequence;
+  int64_t first_chunk;  // of the sequence's
   int64_t batch;
   int64_t token;  // first, in its row of the batch
   int64_t slot;   // first
@@ -63,6 +64,7 @@ __device__ __forceinline__ bool find_segment(const Segmentation& table, int64_t 
   const int64_t first = index * length;
   if (index < 0 || (index > 0 && first >= chunks)) return false;
   const int64_t left = chunks - first;
+  segment.first_chunk = first;
   segment.batch = sequence.batch;
   segment.token = sequence.begin + first * kRows;
   segment.slot = sequence.first_slot + first;
@@ -78,24 +80,32 @@ __device__ __forceinline__ bool find_segment(const Segmentation& table, int64_t 
 // exceeds 4, fp32 has no normal number for that.
 inline constexpr float kForgotten = -128.0f;
 
-// Chunks at the end of a segment that forget what entered them, or all of it and `forgets` false. The bound is
-// rigorous: a chunk's transition has at most the norm 2^log2_norm. All lanes of the warp must call.
-__device__ __forceinline__ int remembered_chunks(const ChunkFactors* factors, int64_t stride, int num_chunks,
-                                                 bool& forgets) {
+// How far a boundary between segments looks back for chunks that forget, at least.
+inline constexpr int kLookBack = 32;
+
+// The state at a boundary: from how many chunks before it. All of them and the initial state, fewer and zeros if they
+// forget what was before, or neither within `limit` chunks.
+struct LookBack {
+  int chunks;
+  bool forgets;
+  bool from_start;
+};
+
+// factors: of the last chunk before the boundary; the one before lies `stride` in front. The bound is rigorous: a
+// chunk's transition has at most the norm 2^log2_norm. All lanes of the warp must call.
+__device__ __forceinline__ LookBack look_back(const ChunkFactors* factors, int64_t stride, int64_t available,
+                                              int limit) {
+  const int count = available < limit ? static_cast<int>(available) : limit;
   float after = 0.0f;  // of the chunks behind those of this round
-  for (int done = 0; done < num_chunks; done += 32) {
+  for (int done = 0; done < count; done += 32) {
     const int back = done + lane_id();
-    const float mine = back < num_chunks ? factors[(num_chunks - 1 - back) * stride].log2_norm : 0.0f;
+    const float mine = back < count ? factors[-back * stride].log2_norm : 0.0f;
     const float sum = after + warp_inclusive_scan(mine);
-    const unsigned forgotten = ballot(back < num_chunks && sum <= kForgotten);
-    if (forgotten != 0) {
-      forgets = true;
-      return done + __ffs(static_cast<int>(forgotten));
-    }
+    const unsigned forgotten = ballot(back < count && sum <= kForgotten);
+    if (forgotten != 0) return {done + __ffs(static_cast<int>(forgotten)), true, false};
     after = shuffle(sum, 31);
   }
-  forgets = false;
-  return num_chunks;
+  return {count, false, available <= limit};
 }
 
 }  // namespace cula::gdn::sm90

@@ -85,17 +85,15 @@ struct StateConsumer {
       }
       return;
     }
-    if constexpr (kOutput) {
-      switch (unit.enters.dtype) {
-        case DType::kBFloat16:
-          return load_state_as<bf16>(s);
-        case DType::kFloat16:
-          return load_state_as<fp16>(s);
-        case DType::kFloat64:
-          return load_state_as<double>(s);
-        default:
-          return load_state_as<float>(s);
-      }
+    switch (unit.enters.dtype) {
+      case DType::kBFloat16:
+        return load_state_as<bf16>(s);
+      case DType::kFloat16:
+        return load_state_as<fp16>(s);
+      case DType::kFloat64:
+        return load_state_as<double>(s);
+      default:
+        return load_state_as<float>(s);
     }
   }
   __device__ __forceinline__ void store_state(const float (&s)[kStateRegisters]) const {
@@ -130,6 +128,7 @@ struct StateConsumer {
     const bool leader = warpgroup_thread() == 0;
     const int n = unit.num_chunks;
     const bool has_tail = unit.tail_length < kRows;
+    const BoxOrigin origin = {unit.value + 64 * tile, unit.head, unit.token, unit.batch};
     const uint32_t operand = wgmma_operand(shared.base);
     const uint32_t score_operand = wgmma_operand(shared.score(0));
     // K as a transposed operand wider than one tile.
@@ -168,7 +167,7 @@ struct StateConsumer {
       fence_async_shared();
       sync_group();
       if (leader && c >= 0) {
-        tma_store(args.maps.o, {unit.value + 64 * tile, unit.head, unit.token + c * kRows, unit.batch},
+        tma_store(args.maps.o, {origin.column, origin.head, origin.token + c * kRows, origin.batch},
                   shared.output(tile));
         tma_store_commit();
       }
@@ -301,7 +300,7 @@ struct StateConsumer {
           sync_group();
           store_tail();
         }
-        if (leader) tma_store_wait();
+        if (leader) tma_store_wait_read();
       }
     }
     store_state(s);

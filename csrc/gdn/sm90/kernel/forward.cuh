@@ -45,6 +45,14 @@ __device__ __forceinline__ Unit make_unit(const ForwardArgs& args, const Segment
   return unit;
 }
 
+__device__ __forceinline__ StateSource initial_state(const ForwardArgs& args, int64_t sequence, int head) {
+  const TensorArg& x = args.initial_state;
+  if (!x) return {};
+  const int64_t offset = sequence * x.stride[0] + head * x.stride[1];
+  return {static_cast<const unsigned char*>(x.data) + offset * args.initial_state_bytes, x.dtype, x.stride[2],
+          x.stride[3], false};
+}
+
 template <class Shared>
 __device__ __forceinline__ typename Shared::Map init_shared(void* memory, const Unit& unit, int consumers,
                                                             int arrivals) {
@@ -85,11 +93,8 @@ __global__ void __launch_bounds__(kForwardThreads<kValueTiles>, 1)
   if (!segment.is_first) {
     unit.enters = {args.states + dense_state(unit_index - args.value_heads, args.value_dim, kKeyDim), DType::kFloat32,
                    1, kKeyDim, false};
-  } else if (args.initial_state) {
-    const TensorArg& x = args.initial_state;
-    const int64_t offset = segment.sequence * x.stride[0] + head * x.stride[1];
-    unit.enters = {static_cast<const unsigned char*>(x.data) + offset * args.initial_state_bytes, x.dtype, x.stride[2],
-                   x.stride[3], false};
+  } else {
+    unit.enters = initial_state(args, segment.sequence, head);
   }
   if (segment.is_last && args.final_state) {
     const TensorArg& x = args.final_state;
@@ -110,8 +115,10 @@ __global__ void __launch_bounds__(kForwardThreads<kValueTiles>, 1)
   }
 }
 
-// Blocks: 64-wide slices of [S_ext | M], places, value heads, these fastest; the slices of S_ext come first, since
-// those of M often have nothing to do.
+// The state behind a segment, or what makes it: if the chunks before its end forget what was before them, or all begin
+// at the sequence's start, those chunks alone (they may reach into segments before); otherwise S_ext and M of the
+// segment. Blocks: 64-wide slices of [S_ext | M], places, value heads, these fastest; the slices of S_ext come first,
+// since those of M often have nothing to do.
 template <class T, int kKeyDim>
 __global__ void __launch_bounds__(kForwardThreads<kSummaryTiles>, 1)
     summary_kernel(const __grid_constant__ ForwardArgs args) {
@@ -129,18 +136,24 @@ __global__ void __launch_bounds__(kForwardThreads<kSummaryTiles>, 1)
   Segment segment;
   if (!find_segment(args.segments, place, segment) || segment.is_last) return;
   const bool transition = 64 * slice >= args.value_dim;
-  bool forgets;
-  const int remembered = remembered_chunks(args.factors + segment.slot * args.value_heads + head, args.value_heads,
-                                           segment.num_chunks, forgets);
+  const int last = segment.num_chunks - 1;
+  const int64_t available = segment.first_chunk + segment.num_chunks;
+  const int limit = args.segments.chunks < kLookBack ? kLookBack : static_cast<int>(args.segments.chunks);
+  const LookBack back =
+      look_back(args.factors + (segment.slot + last) * args.value_heads + head, args.value_heads, available, limit);
+  const bool independent = back.forgets || back.from_start;  // of the state that enters the segment
   if (transition) {
-    if (64 * slice == args.value_dim && threadIdx.x == 0) args.forgets[unit_index] = forgets ? 1 : 0;
-    if (forgets) return;
+    if (64 * slice == args.value_dim && threadIdx.x == 0) args.independent[unit_index] = independent ? 1 : 0;
+    if (independent) return;
   }
   Unit unit = make_unit(args, segment, head, transition ? 64 * slice - args.value_dim : 64 * slice);
-  const int skipped = segment.num_chunks - remembered;
-  unit.token += skipped * kRows;
-  unit.slot += skipped;
-  unit.num_chunks = remembered;
+  if (independent) {
+    const int skipped = segment.num_chunks - back.chunks;  // negative: it starts in a segment before
+    unit.token += skipped * kRows;
+    unit.slot += skipped;
+    unit.num_chunks = back.chunks;
+    if (back.from_start) unit.enters = initial_state(args, segment.sequence, head);
+  }
   unit.has_values = !transition;
   unit.enters.identity = transition;
   float* target = transition ? args.transitions + dense_state(unit_index, kKeyDim, kKeyDim)

@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kKeyDim) merge_kernel(const ForwardArgs args) 
 
   for (int64_t s = 0; s + 1 < count; ++s) {
     const int64_t index = (first + s) * heads + head;
-    if (args.forgets[index] != 0) continue;
+    if (args.independent[index] != 0) continue;
     const float* previous = args.states + (index - heads) * args.value_dim * kKeyDim + value * kKeyDim + key;
     float* target = args.states + index * args.value_dim * kKeyDim + value * kKeyDim + key;
     sync_block();  // the columns of the segment before have been read

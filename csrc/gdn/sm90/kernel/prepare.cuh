@@ -70,16 +70,20 @@ __device__ __forceinline__ void multiply_keys(Accumulators (&c)[kBlocksPerWarp],
     const uint32_t a_row = keys + (16 * row + (lane & 15)) * 128;
     const uint32_t b_row = keys + (16 * column + (lane & 7) + (lane >> 4) * 8) * 128;
 #pragma unroll
-    for (int k = 0; k < kKeyDim / 16; ++k) {
-      const uint32_t tile = (k / 4) * kTileBytes;
-      const int a_piece = 2 * (k % 4) + (lane >> 4);
-      const int b_piece = 2 * (k % 4) + ((lane >> 3) & 1);
-      uint32_t a[4];
-      uint32_t b[4];
-      ldmatrix_x4(a, a_row + tile + ((a_piece ^ (lane & 7)) << 4));
-      ldmatrix_x4(b, b_row + tile + ((b_piece ^ (lane & 7)) << 4));
-      mma_m16n8k16<T>(c[i][0], a, b[0], b[1]);
-      mma_m16n8k16<T>(c[i][1], a, b[2], b[3]);
+    for (int k0 = 0; k0 < kKeyDim / 16; k0 += 4) {  // loads of four steps under way at once
+      uint32_t a[4][4];
+      uint32_t b[4][4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const uint32_t tile = (k0 / 4) * kTileBytes;
+        ldmatrix_x4(a[k], a_row + tile + (((2 * k + (lane >> 4)) ^ (lane & 7)) << 4));
+        ldmatrix_x4(b[k], b_row + tile + (((2 * k + ((lane >> 3) & 1)) ^ (lane & 7)) << 4));
+      }
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        mma_m16n8k16<T>(c[i][0], a[k], b[k][0], b[k][1]);
+        mma_m16n8k16<T>(c[i][1], a[k], b[k][2], b[k][3]);
+      }
     }
   }
 }
@@ -212,7 +216,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kKeyHeads == 4 ? 2 : 4)
     if (lane == 0) {
       tma_store(args.A, {0, head, static_cast<int>(chunk.token), static_cast<int>(chunk.batch)}, tile);
       tma_store_commit();
-      tma_store_wait();
+      tma_store_wait_read();
     }
     return;
   }
