@@ -8,18 +8,34 @@
 
 #include "gdn/cuda/collective/fragment.cuh"
 #include "gdn/sm90/collective/factors.cuh"
+#include "gdn/sm90/collective/operand.cuh"
 
 namespace cula::gdn::sm90 {
-
-// A 16 x 16 block in shared memory. The pitch keeps rows aligned to 16 bytes; columns are read without bank conflicts.
-inline constexpr int kBlockPitch = 20;
-struct alignas(16) Block {
-  float data[16][kBlockPitch];
-};
 
 // The blocks on and below the diagonal.
 inline constexpr int kTriangleBlocks = 10;
 __host__ __device__ constexpr int triangle_block(int row, int column) { return row * (row + 1) / 2 + column; }
+
+// 16 x 16 blocks in shared memory, two side by side: rows of four octets, which trade places from row to row so that
+// accumulators are stored and read, and columns of operands read, without bank conflicts.
+__host__ __device__ constexpr int octet_swizzle(int row) { return (row & 3) ^ ((row >> 2) & 1); }
+
+template <int kBlocks>
+struct alignas(16) BlockStore {
+  float data[(kBlocks + 1) / 2][16][32];
+
+  __device__ static int offset(int block, int row, int column) {
+    return (block >> 1) * 512 + row * 32 + (((2 * (block & 1) + (column >> 3)) ^ octet_swizzle(row)) << 3) +
+           (column & 7);
+  }
+  __device__ float* at(int block, int row, int column) { return &data[0][0][0] + offset(block, row, column); }
+  __device__ const float* at(int block, int row, int column) const {
+    return &data[0][0][0] + offset(block, row, column);
+  }
+};
+using Products = BlockStore<kTriangleBlocks>;
+inline constexpr int kInverseBlocks = 5;  // of scratch: the diagonal, and one more
+using InverseScratch = BlockStore<kInverseBlocks>;
 
 // Accumulators of 16 x 16, [n / 8]; operands are in the order of contraction of cuda::FragmentA<float> and B.
 using Accumulators = float[2][4];
@@ -34,22 +50,24 @@ struct RightOperand {
 // where cvt.rna.tf32 takes four.
 __device__ __forceinline__ uint32_t round_tf32(float x) { return __float_as_uint(x) + 0x1000u; }
 
-__device__ __forceinline__ void load_block(Accumulators& c, const Block& block) {
+template <class Store>
+__device__ __forceinline__ void load_block(Accumulators& c, const Store& store, int block) {
   const int lane = lane_id();
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const float2 pair =
-        *reinterpret_cast<const float2*>(&block.data[(lane >> 2) + 8 * (i & 1)][8 * (i >> 1) + 2 * (lane & 3)]);
+        *reinterpret_cast<const float2*>(store.at(block, (lane >> 2) + 8 * (i & 1), 8 * (i >> 1) + 2 * (lane & 3)));
     c[i >> 1][2 * (i & 1)] = pair.x;
     c[i >> 1][2 * (i & 1) + 1] = pair.y;
   }
 }
 
-__device__ __forceinline__ void store_block(Block& block, const Accumulators& c) {
+template <class Store>
+__device__ __forceinline__ void store_block(Store& store, int block, const Accumulators& c) {
   const int lane = lane_id();
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    *reinterpret_cast<float2*>(&block.data[(lane >> 2) + 8 * (i & 1)][8 * (i >> 1) + 2 * (lane & 3)]) =
+    *reinterpret_cast<float2*>(store.at(block, (lane >> 2) + 8 * (i & 1), 8 * (i >> 1) + 2 * (lane & 3))) =
         make_float2(c[i >> 1][2 * (i & 1)], c[i >> 1][2 * (i & 1) + 1]);
   }
 }
@@ -65,19 +83,19 @@ __device__ __forceinline__ LeftOperand left_operand(const Accumulators& c) {
   }
   return a;
 }
-__device__ __forceinline__ LeftOperand left_operand(const Block& block) {
+__device__ __forceinline__ LeftOperand left_operand(const InverseScratch& store, int block) {
   Accumulators c;
-  load_block(c, block);
+  load_block(c, store, block);
   return left_operand(c);
 }
 
 // r[4 n + 2 s + e] is the element in row 8 s + 2 t + e and column 8 n + g.
-__device__ __forceinline__ RightOperand right_operand(const Block& block) {
+__device__ __forceinline__ RightOperand right_operand(const InverseScratch& store, int block) {
   const int g = lane_id() >> 2;
   const int t = 2 * (lane_id() & 3);
   RightOperand b;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) b.r[i] = round_tf32(block.data[8 * (i / 2 % 2) + t + i % 2][8 * (i / 4) + g]);
+  for (int i = 0; i < 8; ++i) b.r[i] = round_tf32(*store.at(block, 8 * (i / 2 % 2) + t + i % 2, 8 * (i / 4) + g));
   return b;
 }
 
@@ -99,7 +117,7 @@ struct Gates {
   bool restarts;  // in the chunk
 
   // Block (row, column) of -L, as right operand.
-  __device__ __forceinline__ RightOperand right_operand(const Block& product, int row, int column) const {
+  __device__ __forceinline__ RightOperand right_operand(const Products& products, int row, int column) const {
     const int g = lane_id() >> 2;
     const int t = 2 * (lane_id() & 3);
     float x[8];
@@ -113,8 +131,10 @@ struct Gates {
         const int j = 16 * column + 8 * n + g;
         const float other = f.gamma[j];
         float* y = x + 4 * n + 2 * s;
-        y[0] = product.data[8 * s + t][8 * n + g] * (-beta.x * exp2_approx(gamma.x - other));
-        y[1] = product.data[8 * s + t + 1][8 * n + g] * (-beta.y * exp2_approx(gamma.y - other));
+        y[0] =
+            *products.at(triangle_block(row, column), 8 * s + t, 8 * n + g) * (-beta.x * exp2_approx(gamma.x - other));
+        y[1] = *products.at(triangle_block(row, column), 8 * s + t + 1, 8 * n + g) *
+               (-beta.y * exp2_approx(gamma.y - other));
         if (restarts) {
           if (j < f.first[i]) y[0] = 0.0f;
           if (j < f.first[i + 1]) y[1] = 0.0f;
@@ -128,11 +148,11 @@ struct Gates {
   }
 
   // Diagonal block of -L. Selected, since what is dropped may be infinite.
-  __device__ __forceinline__ void diagonal(Block& result, const Block& product, int block) const {
+  __device__ __forceinline__ void diagonal(InverseScratch& result, const Products& products, int block) const {
     const int g = lane_id() >> 2;
     const int t = 2 * (lane_id() & 3);
     Accumulators c;
-    load_block(c, product);
+    load_block(c, products, triangle_block(block, block));
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int i = 16 * block + 8 * half + g;
@@ -150,16 +170,18 @@ struct Gates {
         if (j + 1 >= i || j + 1 < first) x[1] = 0.0f;
       }
     }
-    store_block(result, c);
+    store_block(result, block, c);
   }
 };
 
 // Replaces four diagonal blocks -L by (I + L)^-1.
-__device__ __forceinline__ void invert_diagonal(Block* blocks) {
-  // Each half of the warp takes blocks 0 or 1, and 2 or 3 beside it; a lane one of their columns.
+__device__ __forceinline__ void invert_diagonal(InverseScratch& blocks) {
+  // Each half of the warp takes blocks 0 or 1, and 2 or 3 beside it; a lane one of their columns. Blocks 0 and 1 differ
+  // in bit 4 of the offset in a row alone.
   const int column = lane_id() & 15;
-  Block& lower = blocks[lane_id() >> 4];
-  Block& upper = blocks[2 + (lane_id() >> 4)];
+  const int other = lane_id() & 16;
+  const float* lower = &blocks.data[0][0][0];
+  const float* upper = &blocks.data[1][0][0];
   float x[16];
   float y[16];
 #pragma unroll
@@ -167,8 +189,9 @@ __device__ __forceinline__ void invert_diagonal(Block* blocks) {
     x[i] = y[i] = i == column ? 1.0f : 0.0f;
 #pragma unroll
     for (int k = 0; k < i; k += 4) {
-      const float4 a = *reinterpret_cast<const float4*>(&lower.data[i][k]);
-      const float4 b = *reinterpret_cast<const float4*>(&upper.data[i][k]);
+      const int at = i * 32 + (k & 7) + ((((k >> 3) ^ octet_swizzle(i)) << 3) ^ other);
+      const float4 a = *reinterpret_cast<const float4*>(lower + at);
+      const float4 b = *reinterpret_cast<const float4*>(upper + at);
       x[i] += a.x * x[k];
       y[i] += b.x * y[k];
       if (k + 1 < i) x[i] += a.y * x[k + 1], y[i] += b.y * y[k + 1];
@@ -179,8 +202,8 @@ __device__ __forceinline__ void invert_diagonal(Block* blocks) {
   sync_warp();
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
-    lower.data[i][column] = x[i];
-    upper.data[i][column] = y[i];
+    *blocks.at(lane_id() >> 4, i, column) = x[i];
+    *blocks.at(2 + (lane_id() >> 4), i, column) = y[i];
   }
   sync_warp();
 }
@@ -191,40 +214,33 @@ struct RoundedTriangle {
   uint32_t r[kTriangleBlocks][4];
 
   __device__ __forceinline__ void set(int row, int column, const Accumulators& c) {
-    const cuda::FragmentA<T> a = cuda::to_a<T>(c[0], c[1]);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) r[triangle_block(row, column)][i] = a.r[i];
+    for (int i = 0; i < 4; ++i) {
+      const float* pair = &c[i >> 1][2 * (i & 1)];
+      r[triangle_block(row, column)][i] = pack_operand<T>(pair[0], pair[1]);
+    }
   }
 };
 
-inline constexpr int kInverseBlocks = 5;  // of scratch: the diagonal, and one more
-
-// products: K K^T, [block]. By one warp, with a scratch of its own.
+// products: K K^T. By one warp, with a scratch of its own.
 template <class T>
-__device__ __forceinline__ void invert_triangle(RoundedTriangle<T>& result, const Block* products, const Gates& gates,
-                                                Block* scratch) {
+__device__ __forceinline__ void invert_triangle(RoundedTriangle<T>& result, const Products& products,
+                                                const Gates& gates, InverseScratch& scratch) {
 #pragma unroll
-  for (int b = 0; b < 4; ++b) gates.diagonal(scratch[b], products[triangle_block(b, b)], b);
+  for (int b = 0; b < 4; ++b) gates.diagonal(scratch, products, b);
   sync_warp();
   invert_diagonal(scratch);
-#pragma unroll
-  for (int b = 0; b < 4; ++b) {
-    Accumulators c;
-    load_block(c, scratch[b]);
-    result.set(b, b, c);
-  }
-
   // Blocks of 16: Y10 and Y32. Y10 is a right operand later, so it goes through the scratch.
   LeftOperand y32;
 #pragma unroll
   for (int b = 0; b < 4; b += 2) {
     Accumulators c = {};
     Accumulators y = {};
-    multiply(c, left_operand(scratch[b + 1]), gates.right_operand(products[triangle_block(b + 1, b)], b + 1, b));
-    multiply(y, left_operand(c), right_operand(scratch[b]));
+    multiply(c, left_operand(scratch, b + 1), gates.right_operand(products, b + 1, b));
+    multiply(y, left_operand(c), right_operand(scratch, b));
     result.set(b + 1, b, y);
     if (b == 0) {
-      store_block(scratch[4], y);
+      store_block(scratch, 4, y);
     } else {
       y32 = left_operand(y);
     }
@@ -234,29 +250,42 @@ __device__ __forceinline__ void invert_triangle(RoundedTriangle<T>& result, cons
   LeftOperand r3[2];
 #pragma unroll
   for (int column = 0; column < 2; ++column) {
-    const RightOperand l2 = gates.right_operand(products[triangle_block(2, column)], 2, column);
+    const RightOperand l2 = gates.right_operand(products, 2, column);
     Accumulators c = {};
-    multiply(c, left_operand(scratch[2]), l2);
+    multiply(c, left_operand(scratch, 2), l2);
     r2[column] = left_operand(c);
     Accumulators d = {};
     multiply(d, y32, l2);
-    multiply(d, left_operand(scratch[3]), gates.right_operand(products[triangle_block(3, column)], 3, column));
+    multiply(d, left_operand(scratch, 3), gates.right_operand(products, 3, column));
     r3[column] = left_operand(d);
   }
   sync_warp();
-  const RightOperand x0 = right_operand(scratch[0]);
-  const RightOperand x10 = right_operand(scratch[4]);
-  const RightOperand x1 = right_operand(scratch[1]);
+  Accumulators c = {};
+  Accumulators d = {};
+  {
+    const RightOperand x = right_operand(scratch, 0);
+    multiply(c, r2[0], x);
+    multiply(d, r3[0], x);
+  }
+  {
+    const RightOperand x = right_operand(scratch, 4);
+    multiply(c, r2[1], x);
+    multiply(d, r3[1], x);
+  }
+  result.set(2, 0, c);
+  result.set(3, 0, d);
+  cuda::clear(c);
+  cuda::clear(d);
+  const RightOperand x = right_operand(scratch, 1);
+  multiply(c, r2[1], x);
+  multiply(d, r3[1], x);
+  result.set(2, 1, c);
+  result.set(3, 1, d);
 #pragma unroll
-  for (int row = 2; row < 4; ++row) {
-    const LeftOperand(&r)[2] = row == 2 ? r2 : r3;
-    Accumulators c = {};
-    multiply(c, r[0], x0);
-    multiply(c, r[1], x10);
-    result.set(row, 0, c);
-    Accumulators d = {};
-    multiply(d, r[1], x1);
-    result.set(row, 1, d);
+  for (int b = 0; b < 4; ++b) {
+    Accumulators c;
+    load_block(c, scratch, b);
+    result.set(b, b, c);
   }
 }
 

@@ -14,6 +14,7 @@
 #include "common/device/tma.cuh"
 #include "common/device/warpgroup.cuh"
 #include "common/device/wgmma.cuh"
+#include "gdn/sm90/collective/operand.cuh"
 #include "gdn/sm90/collective/segments.cuh"
 #include "gdn/sm90/collective/tile.cuh"
 

@@ -12,19 +12,6 @@
 
 namespace cula::gdn::sm90 {
 
-// Two accumulators as an operand. fp16 saturates, since an infinity would turn zeros elsewhere into NaN.
-template <class T>
-__device__ __forceinline__ uint32_t pack_operand(float low, float high) {
-  uint32_t pair = pack2<T>(low, high);
-  if constexpr (kDTypeOf<T> == DType::kFloat16) {
-    constexpr uint32_t kLargest = 0x7bff7bff;   // 65504
-    constexpr uint32_t kSmallest = 0xfbfffbff;  // -65504
-    asm("min.NaN.f16x2 %0, %0, %1;" : "+r"(pair) : "r"(kLargest));
-    asm("max.NaN.f16x2 %0, %0, %1;" : "+r"(pair) : "r"(kSmallest));
-  }
-  return pair;
-}
-
 template <class T, int kKeyDim, int kValueTiles, bool kOutput>
 struct StateConsumer {
   using Shared = ForwardShared<kKeyDim, kValueTiles, kOutput>;

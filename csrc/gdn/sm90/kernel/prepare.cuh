@@ -9,6 +9,7 @@
 #include "common/device/mbarrier.cuh"
 #include "common/device/stmatrix.cuh"
 #include "common/device/tma.cuh"
+#include "common/device/wgmma.cuh"
 #include "gdn/sm90/collective/inverse.cuh"
 #include "gdn/sm90/collective/tile.cuh"
 
@@ -37,7 +38,7 @@ struct PrepareShared {
     SwizzledTile tiles[kKeyDim / 64];
   };
   union Scratch {  // of one warp; the blocks are dead when A, rounded, takes their place
-    Block blocks[kInverseBlocks];
+    InverseScratch blocks;
     SwizzledTile A;
   };
 
@@ -45,58 +46,43 @@ struct PrepareShared {
   // The products follow the keys behind a barrier.
   union alignas(1024) KeyHead {
     Keys keys;
-    Block products[kTriangleBlocks];
+    Products products;
   } key_heads[kKeyHeads];
   ChunkFactors factors[kPrepareHeads];
   uint64_t loaded;
 };
 
-// The blocks of K K^T on and below the diagonal that fall to this warp: numbers warp, warp + 4, warp + 8.
-inline constexpr int kBlocksPerWarp = (kTriangleBlocks + kPrepareHeads - 1) / kPrepareHeads;
-
-__device__ __forceinline__ int block_row(int block) { return block >= 6 ? 3 : (block >= 3 ? 2 : (block >= 1 ? 1 : 0)); }
-
+// K K^T by the four warps, 16 rows each.
 template <class T, int kKeyDim>
-__device__ __forceinline__ void multiply_keys(Accumulators (&c)[kBlocksPerWarp], uint32_t keys) {
-  const int lane = lane_id();
+__device__ __forceinline__ void multiply_keys(float (&c)[32], uint32_t keys) {
+  const uint32_t operand = wgmma_operand(keys);
 #pragma unroll
-  for (int i = 0; i < kBlocksPerWarp; ++i) {
-    cuda::clear(c[i]);
-    const int block = warp_id() + kPrepareHeads * i;
-    if (block >= kTriangleBlocks) continue;
-    const int row = block_row(block);
-    const int column = block - triangle_block(row, 0);
-    // Rows of the tile that this lane gives the addresses of; both are the row of the lane modulo 8.
-    const uint32_t a_row = keys + (16 * row + (lane & 15)) * 128;
-    const uint32_t b_row = keys + (16 * column + (lane & 7) + (lane >> 4) * 8) * 128;
-#pragma unroll
-    for (int k0 = 0; k0 < kKeyDim / 16; k0 += 4) {  // loads of four steps under way at once
-      uint32_t a[4][4];
-      uint32_t b[4][4];
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const uint32_t tile = (k0 / 4) * kTileBytes;
-        ldmatrix_x4(a[k], a_row + tile + (((2 * k + (lane >> 4)) ^ (lane & 7)) << 4));
-        ldmatrix_x4(b[k], b_row + tile + (((2 * k + ((lane >> 3) & 1)) ^ (lane & 7)) << 4));
-      }
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        mma_m16n8k16<T>(c[i][0], a[k], b[k][0], b[k][1]);
-        mma_m16n8k16<T>(c[i][1], a[k], b[k][2], b[k][3]);
-      }
+  for (int k = 0; k < kKeyDim / 16; ++k) {
+    const uint64_t step = wgmma_descriptor(operand, (k / 4) * kTileBytes + (k % 4) * 32);
+    if (k == 0) {
+      wgmma_ss_n64_first<T>(c, step, step);
+    } else {
+      wgmma_ss_n64<T>(c, step, step);
     }
   }
 }
 
-// Zeroes rows and columns past the chunk's length, where keys of the next sequence stand.
-__device__ __forceinline__ void trim_block(Accumulators& c, int row, int column, int length) {
+// The blocks of this warp's rows on and below the diagonal. Rows and columns past the chunk's length become zero: keys
+// of the next sequence stand there.
+__device__ __forceinline__ void store_products(Products& products, float (&c)[32], int length) {
+  const int warp = warp_id();
+  const int row = 16 * warp + (lane_id() >> 2);
+  const int column = 2 * (lane_id() & 3);
+  if (length < kRows) {
 #pragma unroll
-  for (int n = 0; n < 2; ++n) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int i = 16 * row + cuda::fragment_row(j);
-      if (i >= length || 16 * column + cuda::fragment_column(n, j) >= length) c[n][j] = 0.0f;
+    for (int i = 0; i < 32; ++i) {
+      if (row + 8 * (i / 2 % 2) >= length || column + 8 * (i / 4) + i % 2 >= length) c[i] = 0.0f;
     }
+  }
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    if (j > warp) continue;
+    store_block(products, triangle_block(warp, j), reinterpret_cast<const Accumulators&>(c[8 * j]));
   }
 }
 
@@ -121,7 +107,7 @@ __device__ __forceinline__ void store_rounded(uint32_t tile, const RoundedTriang
 }
 
 template <class T, int kKeyDim, int kKeyHeads>
-__global__ void __launch_bounds__(kPrepareThreads, kKeyHeads == 4 ? 2 : 4)
+__global__ void __launch_bounds__(kPrepareThreads, kKeyHeads == 1 ? 4 : (kKeyHeads == 2 ? 3 : 2))
     prepare_kernel(const __grid_constant__ PrepareArgs args) {
   using Shared = PrepareShared<kKeyDim, kKeyHeads>;
   extern __shared__ __align__(1024) unsigned char prepare_shared[];
@@ -161,36 +147,31 @@ __global__ void __launch_bounds__(kPrepareThreads, kKeyHeads == 4 ? 2 : 4)
   mbarrier_wait(barrier, 0);
 
   {
-    Accumulators c[kKeyHeads][kBlocksPerWarp];
+    float c[kKeyHeads][32];
+    wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < kKeyHeads; ++i) {
-      if (i < keys) multiply_keys<T, kKeyDim>(c[i], shared_address(&shared.key_heads[i].keys));
+    for (int i = 0; i < kKeyHeads; ++i) {  // those that are absent too: no branch may stand around a wgmma
+      multiply_keys<T, kKeyDim>(c[i], shared_address(&shared.key_heads[i].keys));
     }
+    wgmma_commit();
+    wgmma_wait<0>();
     sync_block();
 #pragma unroll
     for (int i = 0; i < kKeyHeads; ++i) {
-#pragma unroll
-      for (int j = 0; j < kBlocksPerWarp; ++j) {
-        const int block = warp + kPrepareHeads * j;
-        if (i < keys && block < kTriangleBlocks) {
-          const int row = block_row(block);
-          if (chunk.length < kRows) trim_block(c[i][j], row, block - triangle_block(row, 0), chunk.length);
-          store_block(shared.key_heads[i].products[block], c[i][j]);
-        }
-      }
+      if (i < keys) store_products(shared.key_heads[i].products, c[i], chunk.length);
     }
     sync_block();
   }
   if (!active) return;
 
-  const Block* products = shared.key_heads[head / group - first_key].products;
+  const Products& products = shared.key_heads[kKeyHeads == 1 ? 0 : head / group - first_key].products;
   {
     // Each step I - beta k k^T has the norm max(1, |1 - beta |k|^2|).
     float norm = 1.0f;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = 2 * lane + r;
-      const float square = products[triangle_block(row >> 4, row >> 4)].data[row & 15][row & 15];
+      const float square = *products.at(triangle_block(row >> 4, row >> 4), row & 15, row & 15);
       norm *= fmaxf(1.0f, fabsf(1.0f - factors.beta[row] * square));
     }
     const float log2_norm = warp_sum(log2f(norm));
