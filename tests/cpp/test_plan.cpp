@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "gdn/cpu/batches.h"
+#include "gdn/sm90/schedule.h"
 #include "operator_case.h"
 
 namespace cula::test {
@@ -290,6 +291,64 @@ TEST(Plan, Case41_WorkspaceStaysBesideTheOperands) {
   const size_t operands = 2 * 32768 * (2 * 16 * 128 + 32 * 128);  // q, k, v
   EXPECT_LE(plan.forward_workspace_bytes(true), 8 * operands);
   EXPECT_LE(plan.backward_workspace_bytes(), 16 * operands);
+}
+
+// Which problems the Hopper backend has kernels for; what is refused is named.
+TEST(HopperSchedule, TakesWhatItHasKernelsFor) {
+  const gdn::Problem taken = make_case(DType::kBFloat16, 1, 130, 2, 4, 128, 64).problem;
+  EXPECT_TRUE(gdn::sm90::takes(taken));
+  const auto refuses = [&](auto change, const char* part) {
+    gdn::Problem problem = taken;
+    change(problem);
+    std::string reason;
+    EXPECT_FALSE(gdn::sm90::takes(problem, &reason));
+    EXPECT_NE(reason.find(part), std::string::npos) << reason;
+  };
+  refuses([](gdn::Problem& p) { p.dtype = {kDLFloat, 32, 1}; }, "float32");
+  refuses([](gdn::Problem& p) { p.key_dim = 256; }, "256");
+  refuses([](gdn::Problem& p) { p.value_dim = 96; }, "96");
+  refuses([](gdn::Problem& p) { p.chunk_size = 32; }, "32");
+}
+
+// Blocks of the grid, counted segment by segment.
+TEST(HopperSchedule, BlocksCoverEverySegment) {
+  for (const std::vector<int64_t>& lengths : std::vector<std::vector<int64_t>>{
+           {}, {0}, {1}, {64}, {8192, 8192}, {32768}, {0, 65, 20000, 64}, std::vector<int64_t>(300, 100)}) {
+    for (const int64_t heads : {1, 8, 64}) {
+      for (const int64_t value_dim : {64, 128}) {
+        const gdn::sm90::Schedule schedule = gdn::sm90::choose_schedule(lengths, heads, value_dim);
+        ASSERT_GE(schedule.value_tiles, 1);
+        ASSERT_LE(64 * schedule.value_tiles, value_dim);
+        int64_t segments = 0;
+        for (const int64_t length : lengths) {
+          int64_t count = 1;
+          for (int64_t left = (length + 63) / 64; schedule.segment_chunks != 0 && left > schedule.segment_chunks;
+               left -= schedule.segment_chunks) {
+            ++count;
+          }
+          segments += count;
+        }
+        EXPECT_EQ(schedule.blocks, segments * heads * (value_dim / 64 / schedule.value_tiles));
+      }
+    }
+  }
+}
+
+TEST(HopperSchedule, FillsTheMachine) {
+  using gdn::sm90::choose_schedule;
+  // Heads enough: a block each. Half of them: a block a half. Few, and long: segments. Few and short: neither helps.
+  const gdn::sm90::Schedule many = choose_schedule(std::vector<int64_t>(4, 8192), 64, 128);
+  EXPECT_EQ(many.value_tiles, 2);
+  EXPECT_EQ(many.segment_chunks, 0);
+  const gdn::sm90::Schedule half = choose_schedule({2048}, 64, 128);
+  EXPECT_EQ(half.value_tiles, 1);
+  EXPECT_EQ(half.segment_chunks, 0);
+  const gdn::sm90::Schedule few = choose_schedule({32768}, 8, 128);
+  EXPECT_GT(few.segment_chunks, 0);
+  EXPECT_GE(few.blocks, 64);
+  EXPECT_LE(few.blocks, gdn::sm90::kMultiprocessors);
+  EXPECT_EQ(choose_schedule({512}, 8, 128).segment_chunks, 0);
+  EXPECT_NE(few.describe().find("segments"), std::string::npos);
 }
 
 }  // namespace

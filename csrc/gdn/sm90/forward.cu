@@ -2,6 +2,7 @@
 // backend's.
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 
 #include "common/device/tensor_map.h"
 #include "gdn/cuda/launch/elementwise.h"
@@ -116,16 +117,41 @@ TensorArg tensor_arg(const TokenTensor& x) {
   return arg;
 }
 
-void normalize(const DLTensor* x, const TokenTensor& y, DLTensor* rstd, Stream stream) {
+// The raw inputs of a normalisation. Any layout but the vectors' goes through the general kernel.
+bool normalize_general(const DLTensor* x, const char* name, const TokenTensor& y, DLTensor* rstd,
+                       device::Stream stream) {
+  if (device::fits_tensor_map(token_tensor(x, name))) return false;
   cuda::RowsArg target;
   target.data = const_cast<void*>(y.data);
   target.dtype = y.dtype;
   target.dims = 3;
   std::copy_n(y.shape, 3, target.shape);
   std::copy_n(y.stride, 3, target.stride);
-  cuda::launch_l2norm(
-      cuda::rows_arg(x, "q", false), target, rstd != nullptr ? cuda::rows_arg(rstd, "rstd", true) : cuda::RowsArg{},
-      y.shape[0] * y.shape[1] * y.shape[2], static_cast<int>(y.shape[3]), static_cast<device::Stream>(stream));
+  cuda::launch_l2norm(cuda::rows_arg(x, name, false), target,
+                      rstd != nullptr ? cuda::rows_arg(rstd, "rstd", true) : cuda::RowsArg{},
+                      y.shape[0] * y.shape[1] * y.shape[2], static_cast<int>(y.shape[3]), stream);
+  return true;
+}
+
+NormalizeTensors normalize_tensors(const DLTensor* x, const char* name, const TokenTensor& y, DLTensor* rstd) {
+  return {tensor_arg(token_tensor(x, name)), tensor_arg(y), cuda::token_arg(rstd, "rstd", DType::kFloat32)};
+}
+
+template <class T>
+void normalize(const Call& call, const ForwardTensors& t, const Operands& operands, const KernelShape& shape,
+               device::Stream stream) {
+  DLTensor* q_rstd = t.saved != nullptr ? t.saved->q_rstd : nullptr;
+  DLTensor* k_rstd = t.saved != nullptr ? t.saved->k_rstd : nullptr;
+  const Problem& problem = call.problem;
+  NormalizeArgs args = {normalize_tensors(t.q, "q", operands.q, q_rstd),
+                        normalize_tensors(t.k, "k", operands.k, k_rstd), problem.tokens, problem.heads,
+                        call.token_rows * problem.heads};
+  const bool q_done = normalize_general(t.q, "q", operands.q, q_rstd, stream);
+  const bool k_done = normalize_general(t.k, "k", operands.k, k_rstd, stream);
+  if (q_done && k_done) return;
+  if (q_done) args.q = args.k;  // the same rows twice, with the same results
+  if (k_done) args.k = args.q;
+  launch_normalize<T>(args, shape, stream);
 }
 
 }  // namespace
@@ -163,12 +189,6 @@ void forward(const Plan& plan, const ForwardTensors& t, Workspace workspace, Str
   const Operands operands(problem, call.dtype, t, space);
   if (!operands.fit()) return cuda::forward(plan, t, workspace, stream_handle);
 
-  if (problem.use_qk_l2norm) {
-    const bool saves = t.saved != nullptr;
-    normalize(t.q, operands.q, saves ? t.saved->q_rstd : nullptr, stream);
-    normalize(t.k, operands.k, saves ? t.saved->k_rstd : nullptr, stream);
-  }
-
   PrepareArgs prepare;
   prepare.sequences = call.sequences;
   prepare.value_heads = problem.value_heads;
@@ -194,7 +214,8 @@ void forward(const Plan& plan, const ForwardTensors& t, Workspace workspace, Str
   args.value_heads = problem.value_heads;
   args.group = call.group;
   args.value_dim = static_cast<int>(problem.value_dim);
-  args.scale = prepare.scale;
+  args.log2_scale = std::log2(std::fabs(prepare.scale));
+  args.scale_sign = std::signbit(prepare.scale) ? 0x80008000u : 0u;
   args.factors = space.factors;
   args.initial_state = cuda::state_arg(t.initial_state, "initial_state", problem.state_v_first);
   args.final_state = cuda::state_arg(t.final_state, "final_state", problem.state_v_first);
@@ -207,6 +228,7 @@ void forward(const Plan& plan, const ForwardTensors& t, Workspace workspace, Str
   const KernelShape shape = {static_cast<int>(problem.key_dim), schedule.value_tiles};
   const auto run = [&](auto element) {
     using T = decltype(element);
+    if (problem.use_qk_l2norm) normalize<T>(call, t, operands, shape, stream);
     launch_prepare<T>(prepare, shape, stream);
     if (schedule.segment_chunks != 0) {
       launch_summary<T>(args, shape, stream);

@@ -37,16 +37,15 @@ struct StateTarget {
 };
 
 // What one block works on: one value head of one segment, and kValueTiles blocks of 64 value columns. In shared memory,
-// since registers are short in the loops over the chunks.
+// since registers are short in the loops over the chunks; but the number of chunks is not: what a loop's end depends on
+// must be known to be uniform.
 struct Unit {
   int batch;
   int token;  // first, in its row of the batch
   int slot;   // first
   int head;
   int key_head;
-  int value;  // first column
-  int num_chunks;
-  int tail_length;     // of the last chunk; 64 if it is full
+  int value;           // first column
   bool has_values;     // false: v counts as zero
   StateSource enters;  // of the head; `value` is the block's first row of it
   StateTarget leaves;
@@ -121,7 +120,8 @@ struct ForwardArgs {
   int64_t value_heads;
   int64_t group;
   int value_dim;
-  float scale;
+  float log2_scale;             // of the scale's magnitude: it goes into the exponent of the decay
+  uint32_t scale_sign;          // its sign, for both halves of a packed pair
   const ChunkFactors* factors;  // [slot, HV]
   TensorArg initial_state;
   int initial_state_bytes;  // of an element

@@ -58,13 +58,15 @@ struct Feeder {
   const ForwardArgs& args;
   const Unit& unit;
   typename Shared::Map shared;
+  int num_chunks;
+  int tail_length;  // of the last chunk; 64 if it is full
 
   // Zeroes the rows past the sequence's end, which hold tokens of the next one, in every tile of the stage.
   __device__ __forceinline__ void trim(int stage, int thread) const {
-    const int pieces = (kRows - unit.tail_length) * 8;
+    const int pieces = (kRows - tail_length) * 8;
 #pragma unroll 1
     for (int tile = 0; tile < static_cast<int>(sizeof(typename Shared::Stage)) / kTileBytes; ++tile) {
-      const uint32_t rows = shared.stage(stage) + tile * kTileBytes + unit.tail_length * 128;
+      const uint32_t rows = shared.stage(stage) + tile * kTileBytes + tail_length * 128;
 #pragma unroll 1
       for (int i = thread; i < pieces; i += kWarpgroupThreads) {
         asm volatile("st.shared.v4.u32 [%0], {%1,%1,%1,%1};" ::"r"(rows + 16 * i), "r"(0) : "memory");
@@ -79,7 +81,7 @@ struct Feeder {
     const int thread = warpgroup_thread();
     const int lane = lane_id();
     const int warp = thread / 32;
-    const int n = unit.num_chunks;
+    const int n = num_chunks;
     const Loader<kKeyDim, kValueTiles, true> loader = {args, unit, shared};
     // Above the diagonal blocks the buffers stay zero.
     for (int i = thread; i < kScoreBuffers * kTileBytes / 16; i += kWarpgroupThreads) {
@@ -96,11 +98,13 @@ struct Feeder {
     int phase = 0;
 #pragma unroll 1
     for (int c = 0; c < n; ++c) {
-      const uint32_t tiles = operand + stage * (sizeof(typename Shared::Stage) / 16);
+      // Uniform, and known to be so: otherwise each wgmma's descriptor goes through vector registers (9% of the
+      // kernel).
+      const uint32_t tiles = shuffle(operand + stage * static_cast<uint32_t>(sizeof(typename Shared::Stage) / 16), 0);
       const uint32_t factors = shared.factor(stage);
       const uint32_t target = shared.score(c & 1) + store_row;
       mbarrier_wait(shared.full_barrier(stage), phase);
-      if (c == n - 1 && unit.tail_length < kRows) trim(stage, thread);
+      if (c == n - 1 && tail_length < kRows) trim(stage, thread);
 
       float p[32];
       wgmma_fence();
@@ -116,16 +120,16 @@ struct Feeder {
         }
       }
       wgmma_commit();
-      const float gamma0 = load_shared(factors + offsetof(ChunkFactors, gamma) + 4 * row);
-      const float gamma1 = load_shared(factors + offsetof(ChunkFactors, gamma) + 4 * row + 32);
+      const float gamma0 = load_shared(factors + offsetof(ChunkFactors, gamma) + 4 * row) + args.log2_scale;
+      const float gamma1 = load_shared(factors + offsetof(ChunkFactors, gamma) + 4 * row + 32) + args.log2_scale;
       wgmma_wait<0>();
       const auto gate = [&](int i, int j) {  // 8 columns from 8 i on; j: the block of 16 that they are in
         const int at = 8 * i + column;
         const float2 gamma = load_shared_pair(factors + offsetof(ChunkFactors, gamma) + 4 * at);
-        p[4 * i] *= args.scale * exp2_approx(gamma0 - gamma.x);
-        p[4 * i + 1] *= args.scale * exp2_approx(gamma0 - gamma.y);
-        p[4 * i + 2] *= args.scale * exp2_approx(gamma1 - gamma.x);
-        p[4 * i + 3] *= args.scale * exp2_approx(gamma1 - gamma.y);
+        p[4 * i] *= exp2_approx(gamma0 - gamma.x);
+        p[4 * i + 1] *= exp2_approx(gamma0 - gamma.y);
+        p[4 * i + 2] *= exp2_approx(gamma1 - gamma.x);
+        p[4 * i + 3] *= exp2_approx(gamma1 - gamma.y);
         if (j == warp) {
           if (at > row) p[4 * i] = 0.0f;
           if (at + 1 > row) p[4 * i + 1] = 0.0f;
@@ -158,9 +162,11 @@ struct Feeder {
             if (at + 1 < first1) p[4 * i + 3] = 0.0f;
           }
         }
-        stmatrix_x4(target + (((2 * j + (lane >> 4)) ^ (lane & 7)) * 16), pack2<T>(p[8 * j], p[8 * j + 1]),
-                    pack2<T>(p[8 * j + 2], p[8 * j + 3]), pack2<T>(p[8 * j + 4], p[8 * j + 5]),
-                    pack2<T>(p[8 * j + 6], p[8 * j + 7]));
+        stmatrix_x4(target + (((2 * j + (lane >> 4)) ^ (lane & 7)) * 16),
+                    pack2<T>(p[8 * j], p[8 * j + 1]) ^ args.scale_sign,
+                    pack2<T>(p[8 * j + 2], p[8 * j + 3]) ^ args.scale_sign,
+                    pack2<T>(p[8 * j + 4], p[8 * j + 5]) ^ args.scale_sign,
+                    pack2<T>(p[8 * j + 6], p[8 * j + 7]) ^ args.scale_sign);
       }
       fence_async_shared();
       sync_named(static_cast<int>(NamedBarrier::kLoader), kWarpgroupThreads);
@@ -189,6 +195,8 @@ struct SummaryFeeder {
   const ForwardArgs& args;
   const Unit& unit;
   typename Shared::Map shared;
+  int num_chunks;
+  int tail_length;  // of the last chunk; 64 if it is full
 
   __device__ __forceinline__ void run() const {
     const Loader<kKeyDim, kValueTiles, false> loader = {args, unit, shared};
@@ -206,7 +214,7 @@ struct SummaryFeeder {
     int stage = 0;
     int phase = 1;  // of the stages' release: nobody has to release them for the first round
 #pragma unroll 1
-    for (int c = 0; c < unit.num_chunks; ++c) {
+    for (int c = 0; c < num_chunks; ++c) {
       if (c >= kStages) mbarrier_wait(shared.empty_barrier(stage), phase);
       loader.load(c, stage);
       if (++stage == kStages) {

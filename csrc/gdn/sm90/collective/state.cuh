@@ -22,7 +22,9 @@ struct StateConsumer {
   const ForwardArgs& args;
   const Unit& unit;
   typename Shared::Map shared;
-  int tile;  // of the value columns: the index of the warpgroup
+  int num_chunks;
+  int tail_length;  // of the last chunk; 64 if it is full
+  int tile;         // of the value columns: the index of the warpgroup
 
   __device__ __forceinline__ void sync_group() const {
     if (tile == 0) {
@@ -95,12 +97,12 @@ struct StateConsumer {
 
   // Rows of the last chunk that has fewer than 64, from the tile of shared memory.
   __device__ __forceinline__ void store_tail() const {
-    const int64_t token = unit.token + static_cast<int64_t>(unit.num_chunks - 1) * kRows;
+    const int64_t token = unit.token + static_cast<int64_t>(num_chunks - 1) * kRows;
     const int piece = static_cast<int>(threadIdx.x) & 7;
     T* out =
         static_cast<T*>(args.o.data) + args.o.offset(unit.batch, token, unit.head) + unit.value + 64 * tile + 8 * piece;
 #pragma unroll 1
-    for (int row = warpgroup_thread() / 8; row < unit.tail_length; row += kWarpgroupThreads / 8) {
+    for (int row = warpgroup_thread() / 8; row < tail_length; row += kWarpgroupThreads / 8) {
       uint4 x;
       asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
                    : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
@@ -113,8 +115,8 @@ struct StateConsumer {
     const int lane = lane_id();
     const int warp = warpgroup_thread() / 32;
     const bool leader = warpgroup_thread() == 0;
-    const int n = unit.num_chunks;
-    const bool has_tail = unit.tail_length < kRows;
+    const int n = num_chunks;
+    const bool has_tail = tail_length < kRows;
     const BoxOrigin origin = {unit.value + 64 * tile, unit.head, unit.token, unit.batch};
     const uint32_t operand = wgmma_operand(shared.base);
     const uint32_t score_operand = wgmma_operand(shared.score(0));
@@ -176,7 +178,9 @@ struct StateConsumer {
 
 #pragma unroll 1
     for (int c = 0; c < n; ++c) {
-      const uint32_t tiles = operand + stage * (sizeof(typename Shared::Stage) / 16);
+      // Uniform, and known to be so: otherwise each wgmma's descriptor goes through vector registers (9% of the
+      // kernel).
+      const uint32_t tiles = shuffle(operand + stage * static_cast<uint32_t>(sizeof(typename Shared::Stage) / 16), 0);
       const uint32_t factors = shared.factor(stage) + 8 * (lane & 3);
       uint32_t w[16];
       uint32_t x[16];

@@ -18,9 +18,14 @@ namespace cula::gdn::sm90 {
 template <int kValueTiles>
 inline constexpr int kForwardThreads = (kValueTiles + 1) * kWarpgroupThreads;
 
-// 384 threads start with 168 registers each: 2 x 216 + 72 of them. With one consumer all have enough from the start.
-inline constexpr int kConsumerRegisters = 216;
-inline constexpr int kFeederRegisters = 72;
+// 384 threads start with 168 registers each: what two consumers and the feeder may have together. With one consumer all
+// have enough from the start.
+template <int kKeyDim>
+inline constexpr int kConsumerRegisters = kKeyDim == 128 ? 216 : 184;
+template <int kKeyDim>
+inline constexpr int kFeederRegisters = kKeyDim == 128 ? 72 : 128;
+static_assert(2 * kConsumerRegisters<128> + kFeederRegisters<128> <= 3 * 168);
+static_assert(2 * kConsumerRegisters<64> + kFeederRegisters<64> <= 3 * 168);
 
 inline constexpr int kSummaryTiles = 1;
 
@@ -37,8 +42,6 @@ __device__ __forceinline__ Unit make_unit(const ForwardArgs& args, const Segment
   unit.head = head;
   unit.key_head = static_cast<int>(head / args.group);
   unit.value = value;
-  unit.num_chunks = segment.num_chunks;
-  unit.tail_length = segment.tail_length;
   unit.has_values = true;
   unit.enters = {};
   unit.leaves = {};
@@ -103,15 +106,18 @@ __global__ void __launch_bounds__(kForwardThreads<kValueTiles>, 1)
   }
 
   const auto shared = init_shared<Shared>(forward_shared, unit, kValueTiles, 1);
-  const Unit& shared_unit = reinterpret_cast<const Shared*>(forward_shared)->unit;
+  // One consumer has registers for it.
+  const Unit& kept_unit = kValueTiles == 1 ? unit : reinterpret_cast<const Shared*>(forward_shared)->unit;
   const int group = warpgroup_id();
   wait_for_previous();
   if (group == kValueTiles) {
-    if constexpr (kValueTiles == 2) release_registers<kFeederRegisters>();
-    Feeder<T, kKeyDim, kValueTiles>{args, shared_unit, shared}.run();
+    if constexpr (kValueTiles == 2) release_registers<kFeederRegisters<kKeyDim>>();
+    Feeder<T, kKeyDim, kValueTiles>{args, kept_unit, shared, segment.num_chunks, segment.tail_length}.run();
   } else {
-    if constexpr (kValueTiles == 2) acquire_registers<kConsumerRegisters>();
-    StateConsumer<T, kKeyDim, kValueTiles, true>{args, shared_unit, shared, group}.run();
+    if constexpr (kValueTiles == 2) acquire_registers<kConsumerRegisters<kKeyDim>>();
+    StateConsumer<T, kKeyDim, kValueTiles, true>{args, kept_unit, shared, segment.num_chunks, segment.tail_length,
+                                                 group}
+        .run();
   }
 }
 
@@ -151,9 +157,9 @@ __global__ void __launch_bounds__(kForwardThreads<kSummaryTiles>, 1)
     const int skipped = segment.num_chunks - back.chunks;  // negative: it starts in a segment before
     unit.token += skipped * kRows;
     unit.slot += skipped;
-    unit.num_chunks = back.chunks;
     if (back.from_start) unit.enters = initial_state(args, segment.sequence, head);
   }
+  const int num_chunks = independent ? back.chunks : segment.num_chunks;
   unit.has_values = !transition;
   unit.enters.identity = transition;
   float* target = transition ? args.transitions + dense_state(unit_index, kKeyDim, kKeyDim)
@@ -161,12 +167,11 @@ __global__ void __launch_bounds__(kForwardThreads<kSummaryTiles>, 1)
   unit.leaves = {target, 1, kKeyDim};
 
   const auto shared = init_shared<Shared>(forward_shared, unit, kSummaryTiles, kWarpgroupThreads / 32);
-  const Unit& shared_unit = reinterpret_cast<const Shared*>(forward_shared)->unit;
   const int group = warpgroup_id();
   if (group == kSummaryTiles) {
-    SummaryFeeder<kKeyDim, kSummaryTiles>{args, shared_unit, shared}.run();
+    SummaryFeeder<kKeyDim, kSummaryTiles>{args, unit, shared, num_chunks, kRows}.run();
   } else {
-    StateConsumer<T, kKeyDim, kSummaryTiles, false>{args, shared_unit, shared, group}.run();
+    StateConsumer<T, kKeyDim, kSummaryTiles, false>{args, unit, shared, num_chunks, kRows, group}.run();
   }
 }
 

@@ -4,6 +4,7 @@
 #include "common/device/dependent_launch.cuh"
 #include "gdn/sm90/kernel/forward.cuh"
 #include "gdn/sm90/kernel/merge.cuh"
+#include "gdn/sm90/kernel/normalize.cuh"
 #include "gdn/sm90/kernel/prepare.cuh"
 
 namespace cula::gdn::sm90 {
@@ -14,6 +15,8 @@ struct KernelShape {
   int value_tiles;  // 64-wide blocks of value columns a block of the forward kernel advances: 1 or 2
 };
 
+template <class T>
+void launch_normalize(const NormalizeArgs& args, const KernelShape& shape, device::Stream stream);
 template <class T>
 void launch_prepare(PrepareArgs args, const KernelShape& shape, device::Stream stream);
 template <class T>

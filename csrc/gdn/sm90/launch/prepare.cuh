@@ -4,6 +4,21 @@
 
 namespace cula::gdn::sm90 {
 
+template <class T, int kKeyDim>
+void launch_normalize_for(const NormalizeArgs& args, device::Stream stream) {
+  constexpr int64_t kRowsPerBlock = kNormalizeThreads / (kKeyDim / 8);
+  device::launch<normalize_kernel<T, kKeyDim>>(
+      "normalize",
+      {.blocks = (2 * args.rows + kRowsPerBlock - 1) / kRowsPerBlock, .threads = kNormalizeThreads, .stream = stream},
+      args);
+}
+
+template <class T>
+void launch_normalize(const NormalizeArgs& args, const KernelShape& shape, device::Stream stream) {
+  if (shape.key_dim == 64) return launch_normalize_for<T, 64>(args, stream);
+  return launch_normalize_for<T, 128>(args, stream);
+}
+
 template <class T, int kKeyDim, int kKeyHeads>
 void launch_prepare_for(const PrepareArgs& args, device::Stream stream) {
   device::launch<prepare_kernel<T, kKeyDim, kKeyHeads>>("prepare",
