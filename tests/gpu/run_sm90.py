@@ -195,6 +195,26 @@ def timings(run: Runner, kernels: bool, json_path: pathlib.Path | None) -> None:
         json_path.write_text(json.dumps(rows, indent=1))
 
 
+def all_flags(run: Runner, kernels: bool) -> None:
+    """The call of a layer: norms, gates and beta in the operator."""
+    H, HV, T = 16, 32, 8192
+    shape = Shape(BF16, T=T, H=H, HV=HV, K=128, V=128, l2norm=True, gate=True, sigmoid=True, v_first=True)
+    t = to_device(make_inputs(shape, Options(gate_dtype=BF16, beta_dtype=BF16)), run.device)
+    o, ht = torch.empty_like(t["v"]), torch.empty(1, HV, 128, 128, device="cuda")
+    plan = run.library.plan(shape)
+    arguments = [t[x] for x in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "h0")]
+    call = run.library.prepared("forward", plan, [*arguments, o, ht] + [None] * 6, kind=0)
+    print(f"time {H}/{HV} 1x{T}, all flags: {milliseconds(call, 30):.4f} ms", flush=True)
+    if kernels:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            call()
+            torch.cuda.synchronize()
+        for event in profile.key_averages():
+            if event.device_time_total > 0:
+                print(f"     {event.device_time_total / event.count / 1e3:8.4f} ms {event.key[:60]}", flush=True)
+    run.library.lib.cula_free_plan(plan)
+
+
 def short_call(run: Runner) -> None:
     for T in (64, 512):
         shape = Shape(BF16, T=T, H=16, HV=32, K=128, V=128)
@@ -245,6 +265,7 @@ def main() -> int:
             print("failed:", failure, flush=True)
     if not arguments.no_timing:
         timings(run, arguments.kernels, arguments.json)
+        all_flags(run, arguments.kernels)
         short_call(run)
     return 1 if run.failures or (run.count == 0 and not arguments.no_checks) else 0
 

@@ -12,10 +12,9 @@ template <class T>
 __device__ __forceinline__ uint32_t pack_operand(float low, float high) {
   uint32_t pair = pack2<T>(low, high);
   if constexpr (kDTypeOf<T> == DType::kFloat16) {
-    constexpr uint32_t kLargest = 0x7bff7bff;   // 65504
-    constexpr uint32_t kSmallest = 0xfbfffbff;  // -65504
-    asm("min.NaN.f16x2 %0, %0, %1;" : "+r"(pair) : "r"(kLargest));
-    asm("max.NaN.f16x2 %0, %0, %1;" : "+r"(pair) : "r"(kSmallest));
+    constexpr uint32_t kLargest = 0x7bff7bff;  // 65504, twice
+    // The smaller magnitude, with the sign of the first operand (the second has none).
+    asm("min.NaN.xorsign.abs.f16x2 %0, %0, %1;" : "+r"(pair) : "r"(kLargest));
   }
   return pair;
 }

@@ -46,6 +46,7 @@ struct Unit {
   int head;
   int key_head;
   int value;           // first column
+  int tail_length;     // of the last chunk; 64 if it is full
   bool has_values;     // false: v counts as zero
   StateSource enters;  // of the head; `value` is the block's first row of it
   StateTarget leaves;

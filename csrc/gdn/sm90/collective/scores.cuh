@@ -59,14 +59,14 @@ struct Feeder {
   const Unit& unit;
   typename Shared::Map shared;
   int num_chunks;
-  int tail_length;  // of the last chunk; 64 if it is full
+  bool has_tail;  // the last chunk is not full
 
   // Zeroes the rows past the sequence's end, which hold tokens of the next one, in every tile of the stage.
   __device__ __forceinline__ void trim(int stage, int thread) const {
-    const int pieces = (kRows - tail_length) * 8;
+    const int pieces = (kRows - unit.tail_length) * 8;
 #pragma unroll 1
     for (int tile = 0; tile < static_cast<int>(sizeof(typename Shared::Stage)) / kTileBytes; ++tile) {
-      const uint32_t rows = shared.stage(stage) + tile * kTileBytes + tail_length * 128;
+      const uint32_t rows = shared.stage(stage) + tile * kTileBytes + unit.tail_length * 128;
 #pragma unroll 1
       for (int i = thread; i < pieces; i += kWarpgroupThreads) {
         asm volatile("st.shared.v4.u32 [%0], {%1,%1,%1,%1};" ::"r"(rows + 16 * i), "r"(0) : "memory");
@@ -104,7 +104,7 @@ struct Feeder {
       const uint32_t factors = shared.factor(stage);
       const uint32_t target = shared.score(c & 1) + store_row;
       mbarrier_wait(shared.full_barrier(stage), phase);
-      if (c == n - 1 && tail_length < kRows) trim(stage, thread);
+      if (c == n - 1 && has_tail) trim(stage, thread);
 
       float p[32];
       wgmma_fence();
@@ -196,7 +196,7 @@ struct SummaryFeeder {
   const Unit& unit;
   typename Shared::Map shared;
   int num_chunks;
-  int tail_length;  // of the last chunk; 64 if it is full
+  bool has_tail;  // the last chunk is not full
 
   __device__ __forceinline__ void run() const {
     const Loader<kKeyDim, kValueTiles, false> loader = {args, unit, shared};

@@ -23,8 +23,8 @@ struct StateConsumer {
   const Unit& unit;
   typename Shared::Map shared;
   int num_chunks;
-  int tail_length;  // of the last chunk; 64 if it is full
-  int tile;         // of the value columns: the index of the warpgroup
+  bool has_tail;  // the last chunk is not full
+  int tile;       // of the value columns: the index of the warpgroup
 
   __device__ __forceinline__ void sync_group() const {
     if (tile == 0) {
@@ -102,7 +102,7 @@ struct StateConsumer {
     T* out =
         static_cast<T*>(args.o.data) + args.o.offset(unit.batch, token, unit.head) + unit.value + 64 * tile + 8 * piece;
 #pragma unroll 1
-    for (int row = warpgroup_thread() / 8; row < tail_length; row += kWarpgroupThreads / 8) {
+    for (int row = warpgroup_thread() / 8; row < unit.tail_length; row += kWarpgroupThreads / 8) {
       uint4 x;
       asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
                    : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
@@ -116,7 +116,6 @@ struct StateConsumer {
     const int warp = warpgroup_thread() / 32;
     const bool leader = warpgroup_thread() == 0;
     const int n = num_chunks;
-    const bool has_tail = tail_length < kRows;
     const BoxOrigin origin = {unit.value + 64 * tile, unit.head, unit.token, unit.batch};
     const uint32_t operand = wgmma_operand(shared.base);
     const uint32_t score_operand = wgmma_operand(shared.score(0));

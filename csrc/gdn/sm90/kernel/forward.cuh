@@ -21,9 +21,9 @@ inline constexpr int kForwardThreads = (kValueTiles + 1) * kWarpgroupThreads;
 // 384 threads start with 168 registers each: what two consumers and the feeder may have together. With one consumer all
 // have enough from the start.
 template <int kKeyDim>
-inline constexpr int kConsumerRegisters = kKeyDim == 128 ? 216 : 184;
+inline constexpr int kConsumerRegisters = kKeyDim == 128 ? 208 : 184;
 template <int kKeyDim>
-inline constexpr int kFeederRegisters = kKeyDim == 128 ? 72 : 128;
+inline constexpr int kFeederRegisters = kKeyDim == 128 ? 88 : 128;
 static_assert(2 * kConsumerRegisters<128> + kFeederRegisters<128> <= 3 * 168);
 static_assert(2 * kConsumerRegisters<64> + kFeederRegisters<64> <= 3 * 168);
 
@@ -42,6 +42,7 @@ __device__ __forceinline__ Unit make_unit(const ForwardArgs& args, const Segment
   unit.head = head;
   unit.key_head = static_cast<int>(head / args.group);
   unit.value = value;
+  unit.tail_length = segment.tail_length;
   unit.has_values = true;
   unit.enters = {};
   unit.leaves = {};
@@ -112,11 +113,11 @@ __global__ void __launch_bounds__(kForwardThreads<kValueTiles>, 1)
   wait_for_previous();
   if (group == kValueTiles) {
     if constexpr (kValueTiles == 2) release_registers<kFeederRegisters<kKeyDim>>();
-    Feeder<T, kKeyDim, kValueTiles>{args, kept_unit, shared, segment.num_chunks, segment.tail_length}.run();
+    Feeder<T, kKeyDim, kValueTiles>{args, kept_unit, shared, segment.num_chunks, segment.tail_length < kRows}.run();
   } else {
     if constexpr (kValueTiles == 2) acquire_registers<kConsumerRegisters<kKeyDim>>();
-    StateConsumer<T, kKeyDim, kValueTiles, true>{args, kept_unit, shared, segment.num_chunks, segment.tail_length,
-                                                 group}
+    StateConsumer<T, kKeyDim, kValueTiles, true>{
+        args, kept_unit, shared, segment.num_chunks, segment.tail_length < kRows, group}
         .run();
   }
 }
@@ -169,9 +170,9 @@ __global__ void __launch_bounds__(kForwardThreads<kSummaryTiles>, 1)
   const auto shared = init_shared<Shared>(forward_shared, unit, kSummaryTiles, kWarpgroupThreads / 32);
   const int group = warpgroup_id();
   if (group == kSummaryTiles) {
-    SummaryFeeder<kKeyDim, kSummaryTiles>{args, unit, shared, num_chunks, kRows}.run();
+    SummaryFeeder<kKeyDim, kSummaryTiles>{args, unit, shared, num_chunks, false}.run();
   } else {
-    StateConsumer<T, kKeyDim, kSummaryTiles, false>{args, unit, shared, num_chunks, kRows, group}.run();
+    StateConsumer<T, kKeyDim, kSummaryTiles, false>{args, unit, shared, num_chunks, false, group}.run();
   }
 }
 
