@@ -16,25 +16,11 @@ import sys
 import time
 
 import torch
-from run_cuda import (
-    BF16,
-    FP16,
-    INFINITY,
-    NAMES,
-    Library,
-    Options,
-    Runner,
-    Shape,
-    Tensor,
-    against_baseline,
-    bits,
-    error,
-    guarded,
-    make_inputs,
-    milliseconds,
-    recurrence,
-    to_device,
-)
+from harness.checks import BF16, FP16, NAMES, against_baseline, bits, guarded
+from harness.library import Library, Shape, Tensor
+from harness.reference import INFINITY, Options, error, make_inputs, recurrence, to_device
+from harness.runner import Runner
+from harness.timing import milliseconds
 
 
 def shapes(run: Runner) -> None:
@@ -246,7 +232,7 @@ def main() -> int:
     parser.add_argument("--json", type=pathlib.Path, help="write the figures there")
     arguments = parser.parse_args()
     library = Library(arguments.library, "cuda", any_backend=True)
-    run = Runner(library, arguments.only, verbose=True)
+    run = Runner(library, arguments.only)
     start = time.time()
     if not arguments.no_checks:
         described = library.describe(Shape(BF16, K=128, V=128))
