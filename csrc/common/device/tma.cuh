@@ -38,6 +38,10 @@ __device__ __forceinline__ void bulk_load(uint32_t target, const void* source, i
                "l"(source), "r"(bytes), "r"(barrier)
                : "memory");
 }
+__device__ __forceinline__ void bulk_store(void* target, uint32_t source, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(source), "r"(bytes)
+               : "memory");
+}
 
 // Groups of this thread's stores.
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }

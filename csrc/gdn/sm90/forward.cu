@@ -1,14 +1,13 @@
-// The operator's forward pass on Hopper: prepare, then the fused recurrence. Everything else is the general CUDA
-// backend's.
+// The operator's forward pass on Hopper: prepare, then the fused recurrence.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
 
-#include "common/device/tensor_map.h"
 #include "gdn/cuda/launch/elementwise.h"
 #include "gdn/cuda/operator.h"
 #include "gdn/cuda/workspace.h"
 #include "gdn/sm90/launch/kernels.h"
+#include "gdn/sm90/operands.h"
 #include "gdn/sm90/operator.h"
 #include "gdn/sm90/schedule.h"
 
@@ -61,14 +60,6 @@ struct ForwardWorkspace {
   }
 };
 
-TokenTensor token_tensor(const DLTensor* tensor, const char* name) {
-  const TensorView view = TensorView::from(tensor, name);
-  TokenTensor x = {view.data, view.dtype, {}, {}};
-  std::copy_n(view.shape.begin(), 4, x.shape);
-  std::copy_n(view.stride.begin(), 4, x.stride);
-  return x;
-}
-
 TokenTensor dense_token_tensor(const void* data, DType dtype, const Problem& problem, int64_t heads, int64_t columns) {
   return {data,
           dtype,
@@ -107,15 +98,6 @@ struct Operands {
     return true;
   }
 };
-
-TensorArg tensor_arg(const TokenTensor& x) {
-  TensorArg arg;
-  arg.data = const_cast<void*>(x.data);
-  arg.dtype = x.dtype;
-  std::copy_n(x.stride, 4, arg.stride);
-  arg.vector_bytes = 16;  // as fits_tensor_map has it
-  return arg;
-}
 
 // The raw inputs of a normalisation. Any layout but the vectors' goes through the general kernel.
 bool normalize_general(const DLTensor* x, const char* name, const TokenTensor& y, DLTensor* rstd,
@@ -251,6 +233,8 @@ const BackendTable& sm90_backend() {
     BackendTable table = cuda_backend();
     table.forward_workspace_bytes = sm90::forward_workspace_bytes;
     table.forward = sm90::forward;
+    table.backward_workspace_bytes = sm90::backward_workspace_bytes;
+    table.backward = sm90::backward;
     return table;
   }();
   return kTable;

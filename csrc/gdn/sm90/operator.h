@@ -10,5 +10,7 @@ bool runs_on(int device_id);
 
 size_t forward_workspace_bytes(const Plan& plan, bool saves_for_backward);
 void forward(const Plan& plan, const ForwardTensors& t, Workspace workspace, Stream stream);
+size_t backward_workspace_bytes(const Plan& plan);
+void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, Stream stream);
 
 }  // namespace cula::gdn::sm90

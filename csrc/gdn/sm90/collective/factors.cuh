@@ -26,7 +26,8 @@ struct alignas(16) ChunkFactors {
   uint8_t first[kRows];     // the first row that still reaches this one: the last restart at or before it
   float chunk_decay;        // decay over the chunk
   float log2_norm;          // the chunk's transition of the state has at most the norm 2^log2_norm
-  float unused[2];
+  int first_restart;        // rows from this one on know nothing of the state that enters; 64: none
+  float unused;
 };
 static_assert(sizeof(ChunkFactors) % 16 == 0);  // for bulk copies
 
@@ -111,7 +112,12 @@ __device__ __forceinline__ void make_factors(ChunkFactors& f, const RawGates& ra
     f.first[row] = static_cast<uint8_t>(valid ? first[r] : end_first);
   }
   const bool whole = (even | odd) == 0;
-  if (lane == 0) f.chunk_decay = whole ? exp2f(static_cast<float>(end)) : 0.0f;
+  if (lane == 0) {
+    f.chunk_decay = whole ? exp2f(static_cast<float>(end)) : 0.0f;
+    const int first_even_restart = even != 0 ? 2 * (__ffs(static_cast<int>(even)) - 1) : kRows;
+    const int first_odd_restart = odd != 0 ? 2 * (__ffs(static_cast<int>(odd)) - 1) + 1 : kRows;
+    f.first_restart = min(first_even_restart, first_odd_restart);
+  }
 }
 
 }  // namespace cula::gdn::sm90

@@ -1,0 +1,185 @@
+// The operator's backward pass on Hopper: states and their gradients chunk by chunk (the scans), then every chunk's
+// gradients side by side.
+#include <algorithm>
+
+#include "gdn/cuda/launch/elementwise.h"
+#include "gdn/cuda/operator.h"
+#include "gdn/cuda/workspace.h"
+#include "gdn/sm90/launch/backward.h"
+#include "gdn/sm90/operands.h"
+#include "gdn/sm90/operator.h"
+
+namespace cula::gdn::sm90 {
+
+namespace {
+
+using cuda::Call;
+using cuda::dense_arg;
+using cuda::token_arg;
+using device::TokenTensor;
+
+struct BackwardWorkspace {
+  ChunkFactors* factors = nullptr;  // [slots, HV]
+  SwizzledTile* S = nullptr;        // [slots, HV, V / 64, K / 64]
+  SwizzledTile* D = nullptr;
+  SwizzledTile* residual = nullptr;  // [slots, HV, V / 64]
+  SwizzledTile* dW = nullptr;
+  float* dyg = nullptr;  // [B, T, HV], with use_gate
+  size_t bytes = 0;
+
+  BackwardWorkspace(const Problem& problem, void* data) {
+    cuda::WorkspaceCutter cutter(data);
+    const int64_t slots = problem.sequence_offsets ? problem.tokens / kRows + problem.num_sequences()
+                                                   : problem.batch * ((problem.tokens + kRows - 1) / kRows);
+    const int64_t row_tiles = slots * problem.value_heads * (problem.value_dim / 64);
+    const int64_t state_tiles = row_tiles * (problem.key_dim / 64);
+    factors = cutter.take<ChunkFactors>(slots * problem.value_heads);
+    S = cutter.take<SwizzledTile>(state_tiles);
+    D = cutter.take<SwizzledTile>(state_tiles);
+    residual = cutter.take<SwizzledTile>(row_tiles);
+    dW = cutter.take<SwizzledTile>(row_tiles);
+    if (problem.use_gate) dyg = cutter.take<float>(problem.batch * problem.tokens * problem.value_heads);
+    bytes = cutter.used();
+  }
+};
+
+struct BackwardOperands {
+  TokenTensor q;  // normalised, if the problem says so
+  TokenTensor k;
+  TokenTensor v;
+  TokenTensor A;
+  TokenTensor grad_output;
+  TokenTensor dq;  // these three only if they are wanted
+  TokenTensor dk;
+  TokenTensor dv;
+
+  BackwardOperands(const Problem& problem, const BackwardTensors& t)
+      : q(problem.use_qk_l2norm ? token_tensor(t.saved->q_normalized, "saved.q_normalized") : token_tensor(t.q, "q")),
+        k(problem.use_qk_l2norm ? token_tensor(t.saved->k_normalized, "saved.k_normalized") : token_tensor(t.k, "k")),
+        v(token_tensor(t.v, "v")),
+        A(token_tensor(t.saved->A, "saved.A")),
+        grad_output(token_tensor(t.grad_output, "do")),
+        dq(token_tensor(t.dq, "dq")),
+        dk(token_tensor(t.dk, "dk")),
+        dv(token_tensor(t.dv, "dv")) {}
+
+  bool fit(DType dtype) const {
+    for (const TokenTensor* x : {&q, &k, &v, &A, &grad_output}) {
+      if (x->dtype != dtype || !device::fits_tensor_map(*x)) return false;
+    }
+    for (const TokenTensor* x : {&dq, &dk, &dv}) {
+      if (x->data != nullptr && (x->dtype != dtype || !device::fits_tensor_map(*x))) return false;
+    }
+    return true;
+  }
+};
+
+}  // namespace
+
+size_t backward_workspace_bytes(const Plan& plan) {
+  // Operands that the copy engine can not read go through the general kernels.
+  return std::max(BackwardWorkspace(plan.problem(), nullptr).bytes, cuda::backward_workspace_bytes(plan));
+}
+
+void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, Stream stream_handle) {
+  const Call call(plan, t.cu_seqlens);
+  const Problem& problem = call.problem;
+  const device::DeviceGuard guard(problem.device.device_id);
+  const auto stream = static_cast<device::Stream>(stream_handle);
+  const BackwardOperands operands(problem, t);
+  if (!operands.fit(call.dtype)) return cuda::backward(plan, t, workspace, stream_handle);
+  const BackwardWorkspace space(problem, workspace.data);
+  const int key_dim = static_cast<int>(problem.key_dim);
+  const int value_dim = static_cast<int>(problem.value_dim);
+  const float scale = static_cast<float>(plan.scale());
+
+  BackwardMaps maps = {};
+  if (call.token_rows > 0) {
+    maps.q = device::make_tensor_map(operands.q, "q");
+    maps.k = device::make_tensor_map(operands.k, "k");
+    maps.v = device::make_tensor_map(operands.v, "v");
+    maps.A = device::make_tensor_map(operands.A, "A");
+    maps.grad_output = device::make_tensor_map(operands.grad_output, "do");
+    if (t.dq != nullptr) maps.dq = device::make_tensor_map(operands.dq, "dq");
+    if (t.dk != nullptr) maps.dk = device::make_tensor_map(operands.dk, "dk");
+  }
+  FactorArgs factors;
+  factors.sequences = call.sequences;
+  factors.value_heads = problem.value_heads;
+  factors.scale = scale;
+  factors.gates = cuda::operator_gates(call, t.g, t.beta, t.A_log, t.dt_bias);
+  factors.factors = space.factors;
+
+  ScanArgs scan;
+  scan.maps = maps;
+  scan.sequences = call.sequences;
+  scan.value_heads = problem.value_heads;
+  scan.group = call.group;
+  scan.value_tiles = value_dim / 64;
+  scan.scale = scale;
+  scan.factors = space.factors;
+  scan.initial_state = cuda::state_arg(t.initial_state, "initial_state", problem.state_v_first);
+  scan.grad_final_state = cuda::state_arg(t.grad_final_state, "dht", problem.state_v_first);
+  scan.dh0 = cuda::state_arg(t.dh0, "dh0", problem.state_v_first);
+  scan.S = space.S;
+  scan.D = space.D;
+  scan.residual = space.residual;
+  scan.dW = space.dW;
+
+  GradientArgs gradient;
+  gradient.maps = maps;
+  gradient.sequences = call.sequences;
+  gradient.heads = static_cast<int>(problem.heads);
+  gradient.group = static_cast<int>(call.group);
+  gradient.scale = scale;
+  gradient.beta_scale = factors.gates.beta_scale;
+  gradient.beta_sigmoid = factors.gates.beta_sigmoid;
+  gradient.factors = space.factors;
+  gradient.S = space.S;
+  gradient.D = space.D;
+  gradient.residual = space.residual;
+  gradient.dW = space.dW;
+  gradient.v = tensor_arg(operands.v);
+  gradient.dq = tensor_arg(operands.dq);
+  gradient.dk = tensor_arg(operands.dk);
+  gradient.dv = tensor_arg(operands.dv);
+  const TensorArg dg = token_arg(t.dg, "dg", call.dtype);
+  const TensorArg dyg = dense_arg(space.dyg, DType::kFloat32, problem.tokens, problem.value_heads, 1);
+  gradient.dg = problem.use_gate ? dyg : dg;
+  gradient.dbeta = token_arg(t.dbeta, "dbeta", call.dtype);
+
+  launch_factors(factors, stream);
+  const auto run = [&](auto element) {
+    using T = decltype(element);
+    launch_backward_scan<T>(scan, key_dim, stream);
+    launch_gradient<T>(gradient, key_dim, value_dim, stream);
+  };
+  if (call.dtype == DType::kBFloat16) {
+    run(device::bf16{});
+  } else {
+    run(device::fp16{});
+  }
+  if (problem.use_gate) {
+    cuda::launch_zero_padding(call.sequences, dyg, problem.value_heads, 1, stream);
+    cuda::launch_gate_backward(factors.gates,
+                               {dyg, dg, cuda::head_arg(t.dA_log, "dA_log"), cuda::head_arg(t.ddt_bias, "ddt_bias")},
+                               problem.batch, problem.tokens, problem.value_heads, stream);
+  }
+  if (problem.use_qk_l2norm) {
+    const auto through_norm = [&](const DLTensor* y, const DLTensor* rstd, const DLTensor* dx) {
+      if (dx == nullptr) return;
+      cuda::launch_l2norm_backward(cuda::rows_arg(y, "saved", false), cuda::rows_arg(rstd, "rstd", true),
+                                   cuda::rows_arg(dx, "dx", false), cuda::rows_arg(dx, "dx", false),
+                                   call.token_rows * problem.heads, key_dim, stream);
+    };
+    through_norm(t.saved->q_normalized, t.saved->q_rstd, t.dq);
+    through_norm(t.saved->k_normalized, t.saved->k_rstd, t.dk);
+  }
+  cuda::launch_zero_padding(call.sequences, gradient.dq, problem.heads, problem.key_dim, stream);
+  cuda::launch_zero_padding(call.sequences, gradient.dk, problem.heads, problem.key_dim, stream);
+  cuda::launch_zero_padding(call.sequences, gradient.dv, problem.value_heads, problem.value_dim, stream);
+  cuda::launch_zero_padding(call.sequences, dg, problem.value_heads, 1, stream);
+  cuda::launch_zero_padding(call.sequences, gradient.dbeta, problem.value_heads, 1, stream);
+}
+
+}  // namespace cula::gdn::sm90

@@ -1,0 +1,358 @@
+// The two warpgroups of the gradient kernel that multiply. Warpgroup g has
+//
+//   of the pairs of rows    g = 0: dP = scale (dO V'^T) o E, on and below the diagonal
+//                           g = 1: dL = -(dW V'^T) o E, below it: with dW the gradient of W, the gradient of the
+//                           inverse A needs no product with A, since A^T (X W^T) A^T = (A^T X) (A W)^T = dW V'^T
+//   of the 64-wide blocks of key columns    block g of dq and dk
+//
+// Sums over the value heads of the group stay in registers: dq, dk, and of the pairs G = sum dP, F = sum beta dL. At
+// the end dq += G K and dk += G^T Q + (F + F^T) K.
+#pragma once
+
+#include "gdn/sm90/collective/gradient_pipeline.cuh"
+
+namespace cula::gdn::sm90 {
+
+template <class T, int kKeyDim, int kValueDim>
+struct GradientConsumer {
+  using Shared = GradientShared<kKeyDim, kValueDim>;
+  static constexpr int kKeyTiles = Shared::kKeyTiles;
+  static constexpr int kValueTiles = Shared::kValueTiles;
+
+  const GradientArgs& args;
+  typename Shared::Map shared;
+  int group;  // index of the warpgroup
+
+  __device__ __forceinline__ int item_length() const {
+    return load_shared_int(shared.item() + static_cast<uint32_t>(offsetof(GradientItem, length)));
+  }
+  __device__ __forceinline__ GradientItem load_item() const {
+    GradientItem item;
+    item.key_head = load_shared_int(shared.item() + static_cast<uint32_t>(offsetof(GradientItem, key_head)));
+    item.batch = load_shared_int(shared.item() + static_cast<uint32_t>(offsetof(GradientItem, batch)));
+    item.token = load_shared_int(shared.item() + static_cast<uint32_t>(offsetof(GradientItem, token)));
+    item.length = item_length();
+    item.slot = 0;  // not needed here
+    return item;
+  }
+  __device__ __forceinline__ int key_tile() const { return kKeyTiles == 2 ? group : 0; }
+  __device__ __forceinline__ static void sync_consumers() {
+    sync_named(static_cast<int>(GradientBarrier::kConsumers), kGradientConsumers * kWarpgroupThreads);
+  }
+  __device__ __forceinline__ void sync_group() const {
+    if (group == 0) {
+      sync_named(static_cast<int>(GradientBarrier::kConsumer0), kWarpgroupThreads);
+    } else {
+      sync_named(static_cast<int>(GradientBarrier::kConsumer1), kWarpgroupThreads);
+    }
+  }
+
+  // Zeroes the rows past the sequence's end, which hold tokens of the next one. By both warpgroups.
+  __device__ __forceinline__ static void trim(uint32_t tiles, int count, int length) {
+    const int pieces = (kRows - length) * 8;
+#pragma unroll 1
+    for (int tile = 0; tile < count; ++tile) {
+#pragma unroll 1
+      for (int i = static_cast<int>(threadIdx.x); i < pieces; i += kGradientConsumers * kWarpgroupThreads) {
+        asm volatile("st.shared.v4.u32 [%0], {%1,%1,%1,%1};" ::"r"(tiles + tile * kTileBytes + length * 128 + 16 * i),
+                     "r"(0)
+                     : "memory");
+      }
+    }
+    fence_async_shared();
+    sync_consumers();
+  }
+
+  // d = a b^T over kTiles x 64 columns of both.
+  template <int kTiles>
+  __device__ __forceinline__ static void multiply_rows(float (&d)[32], uint32_t a, uint32_t b) {
+    const uint32_t left = wgmma_operand(a);
+    const uint32_t right = wgmma_operand(b);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4 * kTiles; ++k) {
+      const int at = (k / 4) * kTileBytes + (k % 4) * 32;
+      if (k == 0) {
+        wgmma_ss_n64_first<T>(d, wgmma_descriptor(left, at), wgmma_descriptor(right, at));
+      } else {
+        wgmma_ss_n64<T>(d, wgmma_descriptor(left, at), wgmma_descriptor(right, at));
+      }
+    }
+    wgmma_commit();
+  }
+  // d = a S', S' lying in the slots from `states` on: [V][K], a block of 64 value columns a slot.
+  __device__ __forceinline__ void multiply_state(float (&d)[32], uint32_t a, RingPlace states) const {
+    const uint32_t left = wgmma_operand(a);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kValueTiles; ++i) {
+      const uint32_t right = wgmma_operand(shared.slot(states.ahead(i).slot) + key_tile() * kTileBytes);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const uint64_t x = wgmma_descriptor(left, i * kTileBytes + k * 32);
+        if (i == 0 && k == 0) {
+          wgmma_ss_n64_transposed_first<T>(d, x, wgmma_descriptor(right, k * 2048));
+        } else {
+          wgmma_ss_n64_transposed<T>(d, x, wgmma_descriptor(right, k * 2048));
+        }
+      }
+    }
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ void wait_full(RingPlace place) const {
+    mbarrier_wait(shared.full_barrier(place.slot), place.phase);
+  }
+  __device__ __forceinline__ void release(RingPlace place) const {
+    if (lane_id() == 0) mbarrier_arrive(shared.empty_barrier(place.slot));
+  }
+
+  // What the pairs of rows add: `p` is dO V'^T or dW V'^T, `products` Q K^T or K K^T.
+  __device__ __forceinline__ void add_pairs(float (&total)[32], const float (&p)[32], const float (&products)[32],
+                                            uint32_t factors, uint32_t sums) const {
+    const int lane = lane_id();
+    const int warp = warpgroup_thread() / 32;
+    const int row = warp * 16 + lane / 4;
+    const int column = 2 * (lane & 3);
+    const uint32_t gammas = factors + static_cast<uint32_t>(offsetof(ChunkFactors, gamma));
+    const uint32_t betas = factors + static_cast<uint32_t>(offsetof(ChunkFactors, beta));
+    const uint32_t firsts = factors + static_cast<uint32_t>(offsetof(ChunkFactors, first));
+    const float coefficient = group == 0 ? args.scale : -1.0f;
+    float gamma[2];
+    float weight[2];
+    int first[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      gamma[r] = load_shared(gammas + 4 * (row + 8 * r));
+      weight[r] = group == 0 ? 1.0f : load_shared(betas + 4 * (row + 8 * r));
+      first[r] = load_shared_byte(firsts + row + 8 * r);
+    }
+    const uint32_t sums_at =
+        sums + static_cast<uint32_t>(offsetof(HeadSums, columns)) + 4 * ((4 * group + warp) * kRows + column);
+    float strength[2] = {};
+    float pairs[2] = {};
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      float columns[2] = {};
+      if (n / 2 <= warp) {
+        const int at = 8 * n + column;
+        const float2 other = load_shared_pair(gammas + 4 * at);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int r = e / 2;
+          const int here = row + 8 * r;
+          const int col = at + e % 2;
+          const float decay = exp2_approx(gamma[r] - (e % 2 == 0 ? other.x : other.y));
+          const float x = coefficient * p[4 * n + e] * decay;
+          const float kept = col >= first[r] && col <= here - group ? x : 0.0f;
+          total[4 * n + e] += weight[r] * kept;
+          const float of_product = col < here ? kept * products[4 * n + e] : 0.0f;
+          strength[r] += of_product;
+          const float pair = weight[r] * of_product;
+          pairs[r] += pair;
+          columns[e % 2] += pair;
+        }
+      }
+      // The sum over the warp's rows.
+#pragma unroll
+      for (int mask = 4; mask < 32; mask <<= 1) {
+        columns[0] += shuffle_xor(columns[0], mask);
+        columns[1] += shuffle_xor(columns[1], mask);
+      }
+      if (lane < 4) {
+        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(sums_at + 32 * n), "f"(columns[0]), "f"(columns[1])
+                     : "memory");
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      put_row_sum(sums, RowSum::kPairs, row + 8 * r, pairs[r]);
+      put_row_sum(sums, RowSum::kStrength, row + 8 * r, strength[r]);
+    }
+  }
+  __device__ __forceinline__ void put_row_sum(uint32_t sums, RowSum kind, int row, float share) const {
+    const float sum = group_sum<4>(share);
+    if ((lane_id() & 3) != 0) return;
+    const int line = group * static_cast<int>(RowSum::kCount) + static_cast<int>(kind);
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(sums + 4 * (line * kRows + row)), "f"(sum) : "memory");
+  }
+
+  // d += sign[row] factor[row] x, and the row sums of factor x o tile, `tile` being this warpgroup's of q or k.
+  __device__ __forceinline__ void add_rows(float (&d)[32], const float (&x)[32], const float (&factor)[2],
+                                           const float (&sign)[2], uint32_t tile, uint32_t sums, RowSum kind) const {
+    const int lane = lane_id();
+    const int row = warpgroup_thread() / 32 * 16 + lane / 4;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const uint32_t line = tile + (row + 8 * r) * 128 + 4 * (lane & 3);
+      float sum = 0.0f;
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        uint32_t bits;
+        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(bits) : "r"(line + ((n ^ (lane / 4)) * 16)));
+        const float2 y = unpack2<T>(bits);
+        const float a = factor[r] * x[4 * n + 2 * r];
+        const float b = factor[r] * x[4 * n + 2 * r + 1];
+        sum += a * y.x + b * y.y;
+        d[4 * n + 2 * r] += sign[r] * a;
+        d[4 * n + 2 * r + 1] += sign[r] * b;
+      }
+      put_row_sum(sums, kind, row + 8 * r, sum);
+    }
+  }
+
+  // Rounds to a tile whose rows are tokens.
+  __device__ __forceinline__ static void put_tile(uint32_t tile, const float (&d)[32]) {
+    const int lane = lane_id();
+    const uint32_t row = tile + (16 * (warpgroup_thread() / 32) + (lane & 7) + ((lane >> 3) & 1) * 8) * 128;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      stmatrix_x4(row + (((2 * j + (lane >> 4)) ^ (lane & 7)) * 16), pack_operand<T>(d[8 * j], d[8 * j + 1]),
+                  pack_operand<T>(d[8 * j + 2], d[8 * j + 3]), pack_operand<T>(d[8 * j + 4], d[8 * j + 5]),
+                  pack_operand<T>(d[8 * j + 6], d[8 * j + 7]));
+    }
+  }
+  // Rows of a chunk that has fewer than 64.
+  __device__ __forceinline__ void store_tail(uint32_t tile, const TensorArg& x, const GradientItem& item) const {
+    const int piece = static_cast<int>(threadIdx.x) & 7;
+    T* out = static_cast<T*>(x.data) + x.offset(item.batch, item.token, item.key_head) + 64 * key_tile() + 8 * piece;
+#pragma unroll 1
+    for (int row = warpgroup_thread() / 8; row < item.length; row += kWarpgroupThreads / 8) {
+      *reinterpret_cast<uint4*>(out + row * x.stride[1]) = load_shared_vector(tile + swizzled(row, piece));
+    }
+  }
+
+  __device__ __forceinline__ void run() const {
+    const int row = warpgroup_thread() / 32 * 16 + lane_id() / 4;
+    RingPlace place;
+    int buffer = 0;
+    int parity = 0;
+#pragma unroll 1
+    while (true) {
+      mbarrier_wait(shared.keys_full_barrier(), parity);
+      const int length = item_length();
+      if (length == 0) break;
+      const bool has_tail = length < kRows;
+      float products[32];  // Q K^T or K K^T
+      float x[32];
+      if (has_tail) trim(shared.q(0), 2 * kKeyTiles, length);
+      multiply_rows<kKeyTiles>(products, group == 0 ? shared.q(0) : shared.k(0), shared.k(0));
+      float total[32] = {};
+      float dq[32] = {};
+      float dk[32] = {};
+      wgmma_wait<0>();
+
+#pragma unroll 1
+      for (int j = 0; j < args.group; ++j) {
+        const uint32_t sums = shared.sums(buffer);
+        const uint32_t factors = shared.factor(buffer);
+        const RingPlace residual = place.ahead(1);
+        const RingPlace dW = place.ahead(2);
+        const RingPlace S = place.ahead(Shared::kFirstS);
+        const RingPlace D = place.ahead(Shared::kFirstD);
+        const auto row_factors = [&](float(&f)[2], size_t which) {
+          f[0] = load_shared(factors + static_cast<uint32_t>(which) + 4 * row);
+          f[1] = load_shared(factors + static_cast<uint32_t>(which) + 4 * row + 32);
+        };
+        wait_full(place);
+        if (has_tail) trim(shared.slot(place.slot), kValueTiles, length);
+        wait_full(residual);
+        wait_full(dW);
+        multiply_rows<kValueTiles>(x, shared.slot(group == 0 ? place.slot : dW.slot), shared.slot(residual.slot));
+        wgmma_wait<0>();
+        add_pairs(total, x, products, factors, sums);
+
+        for (int i = 0; i < kValueTiles; ++i) wait_full(S.ahead(i));
+        multiply_state(x, shared.slot(place.slot), S);  // dO S^T
+        wgmma_wait<0>();
+        release(place);
+        float factor[2];
+        float sign[2] = {1.0f, 1.0f};
+        row_factors(factor, offsetof(ChunkFactors, out_decay));
+        add_rows(dq, x, factor, sign, shared.q(key_tile()), sums, RowSum::kOutput);
+
+        multiply_state(x, shared.slot(dW.slot), S);  // dW S^T
+        wgmma_wait<0>();
+        release(dW);
+        for (int i = 0; i < kValueTiles; ++i) release(S.ahead(i));
+        row_factors(factor, offsetof(ChunkFactors, gamma));
+        row_factors(sign, offsetof(ChunkFactors, beta));
+        const int first_restart =
+            load_shared_int(factors + static_cast<uint32_t>(offsetof(ChunkFactors, first_restart)));
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          factor[r] = row + 8 * r < first_restart ? exp2_approx(factor[r]) : 0.0f;
+          sign[r] = -sign[r];
+        }
+        add_rows(dk, x, factor, sign, shared.k(key_tile()), sums, RowSum::kResidual);
+
+        for (int i = 0; i < kValueTiles; ++i) wait_full(D.ahead(i));
+        multiply_state(x, shared.slot(residual.slot), D);  // V' D^T
+        wgmma_wait<0>();
+        release(residual);
+        for (int i = 0; i < kValueTiles; ++i) release(D.ahead(i));
+        row_factors(factor, offsetof(ChunkFactors, to_end));
+        sign[0] = sign[1] = 1.0f;
+        add_rows(dk, x, factor, sign, shared.k(key_tile()), sums, RowSum::kUpdate);
+
+        sync_warp();
+        if (lane_id() == 0) mbarrier_arrive(shared.summed_barrier(buffer));
+        place = place.ahead(Shared::kPieces);
+        buffer ^= 1;
+      }
+
+      put_tile(shared.pair(group), total);
+      fence_async_shared();
+      sync_consumers();
+      const uint32_t G = wgmma_operand(shared.pair(0));
+      const uint32_t F = wgmma_operand(shared.pair(1));
+      const uint32_t q = wgmma_operand(shared.q(key_tile()));
+      const uint32_t k = wgmma_operand(shared.k(key_tile()));
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        wgmma_ss_n64_transposed<T>(dq, wgmma_descriptor(G, 32 * i), wgmma_descriptor(k, 2048 * i));
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        wgmma_ss_n64_both_transposed<T>(dk, wgmma_descriptor(G, 2048 * i), wgmma_descriptor(q, 2048 * i));
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        wgmma_ss_n64_transposed<T>(dk, wgmma_descriptor(F, 32 * i), wgmma_descriptor(k, 2048 * i));
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        wgmma_ss_n64_both_transposed<T>(dk, wgmma_descriptor(F, 2048 * i), wgmma_descriptor(k, 2048 * i));
+      }
+      wgmma_commit();
+      wgmma_wait<0>();
+      sync_consumers();  // both are done with q, k and the pairs
+      const GradientItem item = load_item();
+      const bool has_dq = args.dq && (kKeyTiles == 2 || group == 0);
+      const bool has_dk = args.dk && (kKeyTiles == 2 || group == 1);
+      if (has_dq) put_tile(shared.q(key_tile()), dq);
+      if (has_dk) put_tile(shared.k(key_tile()), dk);
+      fence_async_shared();
+      sync_group();
+      const bool leader = warpgroup_thread() == 0;
+      if (has_tail) {
+        if (has_dq) store_tail(shared.q(key_tile()), args.dq, item);
+        if (has_dk) store_tail(shared.k(key_tile()), args.dk, item);
+        fence_async_shared();
+        sync_group();
+      } else if (leader) {
+        const BoxOrigin at = {64 * key_tile(), item.key_head, item.token, item.batch};
+        if (has_dq) tma_store(args.maps.dq, at, shared.q(key_tile()));
+        if (has_dk) tma_store(args.maps.dk, at, shared.k(key_tile()));
+        tma_store_commit();
+        tma_store_wait_read();
+      }
+      if (leader) mbarrier_arrive(shared.keys_empty_barrier());
+      parity ^= 1;
+    }
+    if (warpgroup_thread() == 0) tma_store_wait();
+  }
+};
+
+}  // namespace cula::gdn::sm90

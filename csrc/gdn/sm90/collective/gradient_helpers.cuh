@@ -1,0 +1,305 @@
+// The warps of the gradient kernel that load, and that do what needs no tensor core.
+#pragma once
+
+#include "gdn/sm90/collective/gradient_pipeline.cuh"
+
+namespace cula::gdn::sm90 {
+
+template <class T, int kKeyDim, int kValueDim>
+struct GradientHelpers {
+  using Shared = GradientShared<kKeyDim, kValueDim>;
+  static constexpr int kKeyTiles = Shared::kKeyTiles;
+  static constexpr int kValueTiles = Shared::kValueTiles;
+
+  const GradientArgs& args;
+  Shared& memory;
+  typename Shared::Map shared;
+
+  __device__ __forceinline__ int64_t head_index(const GradientItem& item, int head) const {
+    return static_cast<int64_t>(item.slot) * (args.heads * args.group) + head;
+  }
+
+  // By one lane.
+  __device__ __forceinline__ void load_head(const GradientItem& item, int head, RingPlace place, int buffer) const {
+    const int64_t index = head_index(item, head);
+    const auto begin = [&](int bytes) {
+      mbarrier_wait(shared.empty_barrier(place.slot), place.phase ^ 1);
+      mbarrier_arrive_expect(shared.full_barrier(place.slot), bytes);
+    };
+    begin(kValueTiles * kTileBytes + static_cast<int>(sizeof(ChunkFactors)));
+#pragma unroll
+    for (int i = 0; i < kValueTiles; ++i) {
+      tma_load(shared.slot(place.slot) + i * kTileBytes, args.maps.grad_output, {64 * i, head, item.token, item.batch},
+               shared.full_barrier(place.slot));
+    }
+    bulk_load(shared.factor(buffer), args.factors + index, sizeof(ChunkFactors), shared.full_barrier(place.slot));
+    const auto load_piece = [&](const SwizzledTile* tiles, int count) {
+      place = place.ahead(1);
+      begin(count * kTileBytes);
+      bulk_load(shared.slot(place.slot), tiles, count * kTileBytes, shared.full_barrier(place.slot));
+    };
+    load_piece(args.residual + index * kValueTiles, kValueTiles);
+    load_piece(args.dW + index * kValueTiles, kValueTiles);
+#pragma unroll
+    for (int i = 0; i < kValueTiles; ++i) load_piece(args.S + (index * kValueTiles + i) * kKeyTiles, kKeyTiles);
+#pragma unroll
+    for (int i = 0; i < kValueTiles; ++i) load_piece(args.D + (index * kValueTiles + i) * kKeyTiles, kKeyTiles);
+  }
+
+  __device__ __forceinline__ void run_loader() const {
+    RingPlace place;
+    int heads = 0;
+    int items = 0;
+    for_each_item(args, [&](const GradientItem& item, int number) {
+      items = number + 1;
+      if (lane_id() == 0) {
+        if (number > 0) mbarrier_wait(shared.keys_empty_barrier(), (number - 1) & 1);
+        memory.item = item;
+        mbarrier_arrive_expect(shared.keys_full_barrier(), 2 * kKeyTiles * kTileBytes);
+#pragma unroll
+        for (int i = 0; i < kKeyTiles; ++i) {
+          const BoxOrigin at = {64 * i, item.key_head, item.token, item.batch};
+          tma_load(shared.q(i), args.maps.q, at, shared.keys_full_barrier());
+          tma_load(shared.k(i), args.maps.k, at, shared.keys_full_barrier());
+        }
+      }
+#pragma unroll 1
+      for (int j = 0; j < args.group; ++j) {
+        if (lane_id() == 0) {
+          if (heads >= 2) mbarrier_wait(shared.finished_barrier(heads & 1), ((heads >> 1) - 1) & 1);
+          load_head(item, item.key_head * args.group + j, place, heads & 1);
+        }
+        place = place.ahead(Shared::kPieces);
+        ++heads;
+      }
+      sync_warp();
+    });
+    if (lane_id() == 0) {
+      if (items > 0) mbarrier_wait(shared.keys_empty_barrier(), (items - 1) & 1);
+      memory.item.length = 0;
+      mbarrier_arrive(shared.keys_full_barrier());
+    }
+  }
+
+  // <S, D>
+  __device__ __forceinline__ void run_states() const {
+    RingPlace place;
+    int heads = 0;
+    for_each_item(args, [&](const GradientItem&, int) {
+#pragma unroll 1
+      for (int j = 0; j < args.group; ++j) {
+        float sum[4] = {};
+#pragma unroll
+        for (int i = 0; i < kValueTiles; ++i) {
+          const RingPlace s = place.ahead(Shared::kFirstS + i);
+          const RingPlace d = place.ahead(Shared::kFirstD + i);
+          mbarrier_wait(shared.full_barrier(s.slot), s.phase);
+          mbarrier_wait(shared.full_barrier(d.slot), d.phase);
+          const uint32_t s_at = shared.slot(s.slot) + 16 * lane_id();
+          const uint32_t d_at = shared.slot(d.slot) + 16 * lane_id();
+#pragma unroll 4
+          for (int at = 0; at < kKeyTiles * kTileBytes; at += 512) {
+            const uint4 x = load_shared_vector(s_at + at);
+            const uint4 y = load_shared_vector(d_at + at);
+            const auto add = [&](float& total, uint32_t a, uint32_t b) {
+              const float2 left = unpack2<T>(a);
+              const float2 right = unpack2<T>(b);
+              total += left.x * right.x;
+              total += left.y * right.y;
+            };
+            add(sum[0], x.x, y.x);
+            add(sum[1], x.y, y.y);
+            add(sum[2], x.z, y.z);
+            add(sum[3], x.w, y.w);
+          }
+          sync_warp();
+          if (lane_id() == 0) {
+            mbarrier_arrive(shared.empty_barrier(s.slot));
+            mbarrier_arrive(shared.empty_barrier(d.slot));
+          }
+        }
+        const float total = warp_sum((sum[0] + sum[1]) + (sum[2] + sum[3]));
+        if (lane_id() == 0) {
+          memory.sums[heads & 1].states = total;
+          mbarrier_arrive(shared.summed_barrier(heads & 1));
+        }
+        place = place.ahead(Shared::kPieces);
+        ++heads;
+      }
+    });
+  }
+
+  // <dW, v>, and dv = beta dW
+  __device__ __forceinline__ void run_values() const {
+    constexpr int kRowsAtOnce = 4;  // a lane takes a piece of 8 columns of one of them
+    const int row_in_step = lane_id() / 8;
+    const int piece = lane_id() & 7;
+    RingPlace place;
+    int heads = 0;
+    for_each_item(args, [&](const GradientItem& item, int) {
+      const int length = item.length;
+#pragma unroll 1
+      for (int j = 0; j < args.group; ++j) {
+        const int head = item.key_head * args.group + j;
+        const RingPlace dw = place.ahead(2);
+        const T* v =
+            static_cast<const T*>(args.v.data) + args.v.offset(item.batch, item.token + row_in_step, head) + 8 * piece;
+        T* dv = static_cast<T*>(args.dv.data) + args.dv.offset(item.batch, item.token + row_in_step, head) + 8 * piece;
+        const int buffer = heads & 1;
+        {  // the factors come with dO
+          mbarrier_wait(shared.full_barrier(place.slot), place.phase);
+          const RingPlace residual = place.ahead(1);
+          mbarrier_wait(shared.full_barrier(residual.slot), residual.phase);
+          sync_warp();
+          if (lane_id() == 0) {
+            mbarrier_arrive(shared.empty_barrier(place.slot));
+            mbarrier_arrive(shared.empty_barrier(residual.slot));
+          }
+        }
+        mbarrier_wait(shared.full_barrier(dw.slot), dw.phase);
+        const uint32_t betas = shared.factor(buffer) + static_cast<uint32_t>(offsetof(ChunkFactors, beta));
+#pragma unroll 4
+        for (int step = 0; step < kRows / kRowsAtOnce; ++step) {
+          const int row = step * kRowsAtOnce + row_in_step;
+          float sum = 0.0f;
+          if (row < length) {
+            const float beta = load_shared(betas + 4 * row);
+#pragma unroll
+            for (int i = 0; i < kValueTiles; ++i) {
+              const uint4 x = *reinterpret_cast<const uint4*>(v + step * kRowsAtOnce * args.v.stride[1] + 64 * i);
+              const uint4 w = load_shared_vector(shared.slot(dw.slot) + i * kTileBytes + swizzled(row, piece));
+              const auto take = [&](uint32_t value, uint32_t gradient) {
+                const float2 a = unpack2<T>(value);
+                const float2 b = unpack2<T>(gradient);
+                sum += a.x * b.x + a.y * b.y;
+                return pack2<T>(beta * b.x, beta * b.y);
+              };
+              const uint4 out = {take(x.x, w.x), take(x.y, w.y), take(x.z, w.z), take(x.w, w.w)};
+              if (args.dv) *reinterpret_cast<uint4*>(dv + step * kRowsAtOnce * args.dv.stride[1] + 64 * i) = out;
+            }
+          }
+          sum = group_sum<8>(sum);
+          if (piece == 0) memory.sums[buffer].values[row] = sum;
+        }
+        sync_warp();
+        if (lane_id() == 0) {
+          mbarrier_arrive(shared.empty_barrier(dw.slot));
+          mbarrier_arrive(shared.summed_barrier(buffer));
+        }
+        place = place.ahead(Shared::kPieces);
+        ++heads;
+      }
+    });
+  }
+
+  // dg and dbeta out of the row sums. dg_t is the sum over s >= t of the gradients by the running sum at s, within what
+  // no reset parts.
+  __device__ __forceinline__ void finish(const GradientItem& item, int head, const HeadSums& sums,
+                                         const ChunkFactors& f) const {
+    const int lane = lane_id();
+    const int length = item.length;
+    double by_sum[2];  // gradient by the running sum at rows 2 lane, 2 lane + 1
+    double to_end = 0.0;
+    float dbeta[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = 2 * lane + r;
+      by_sum[r] = 0.0;
+      dbeta[r] = 0.0f;
+      if (row >= length) continue;
+      const auto rows = [&](RowSum kind, int group) { return sums.rows[group][static_cast<int>(kind)][row]; };
+#pragma unroll
+      for (int g = 0; g < kGradientConsumers; ++g) {
+        by_sum[r] += rows(RowSum::kPairs, g);
+#pragma unroll
+        for (int w = 0; w < 4; ++w) by_sum[r] -= sums.columns[g][w][row];
+      }
+      float output = 0.0f;
+      float residual = 0.0f;
+      double update = 0.0;
+#pragma unroll
+      for (int g = 0; g < kKeyTiles; ++g) {  // with one tile of keys both warpgroups have the same
+        output += rows(RowSum::kOutput, g);
+        residual += rows(RowSum::kResidual, g);
+        update += rows(RowSum::kUpdate, g);
+      }
+      by_sum[r] += output - f.beta[row] * residual;
+      dbeta[r] = sums.values[row] + rows(RowSum::kStrength, 1) - residual;
+      // A row loses what the last row gains. Of the last row that is nothing.
+      if (row + 1 < length) {
+        by_sum[r] -= update;
+        to_end += update;
+      }
+    }
+    to_end = warp_sum(to_end);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      // A decay of zero ends what the state in front can do, whatever it holds.
+      if (2 * lane + r == length - 1) {
+        by_sum[r] += to_end + (f.chunk_decay == 0.0f ? 0.0 : static_cast<double>(f.chunk_decay) * sums.states);
+      }
+    }
+    const double pair = by_sum[0] + by_sum[1];
+    double sum[2];
+    sum[1] = warp_reverse_inclusive_scan(pair) - pair + by_sum[1];
+    sum[0] = sum[1] + by_sum[0];
+    const bool restarts = f.first_restart < kRows;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = 2 * lane + r;
+      double behind = 0.0;
+      bool reset = false;
+      if (restarts) {  // drop what lies behind the next restart
+        int next = row + 1;
+        while (next < length && f.first[next] != next) ++next;
+        const double even = shuffle(sum[0], (next >> 1) & 31);
+        const double odd = shuffle(sum[1], (next >> 1) & 31);
+        if (next < length) behind = (next & 1) != 0 ? odd : even;
+        reset = row == 0 ? f.first_restart == 0 : f.first[row] == row;
+      }
+      if (row >= length) continue;
+      if (args.dg) {
+        args.dg.store(args.dg.offset(item.batch, item.token + row, head),
+                      reset ? 0.0f : static_cast<float>(sum[r] - behind));
+      }
+      if (args.dbeta) {
+        float value = dbeta[r];
+        if (args.beta_sigmoid) {
+          const float s = f.beta[row] / args.beta_scale;
+          value *= f.beta[row] * (1.0f - s);
+        }
+        args.dbeta.store(args.dbeta.offset(item.batch, item.token + row, head), value);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void run_gate() const {
+    int heads = 0;
+    for_each_item(args, [&](const GradientItem& item, int) {
+#pragma unroll 1
+      for (int j = 0; j < args.group; ++j) {
+        const int buffer = heads & 1;
+        mbarrier_wait(shared.summed_barrier(buffer), (heads >> 1) & 1);
+        finish(item, item.key_head * args.group + j, memory.sums[buffer], memory.factors[buffer]);
+        sync_warp();
+        if (lane_id() == 0) mbarrier_arrive(shared.finished_barrier(buffer));
+        ++heads;
+      }
+    });
+  }
+
+  __device__ __forceinline__ void run() const {
+    switch (static_cast<GradientHelper>(warp_id() & 3)) {
+      case GradientHelper::kLoader:
+        return run_loader();
+      case GradientHelper::kGate:
+        return run_gate();
+      case GradientHelper::kStates:
+        return run_states();
+      default:
+        return run_values();
+    }
+  }
+};
+
+}  // namespace cula::gdn::sm90

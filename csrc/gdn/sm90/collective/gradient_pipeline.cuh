@@ -1,0 +1,174 @@
+// Shared memory of the gradient kernel, and who waits for whom in it.
+//
+// A block goes through items, each one key head of one chunk, and in each through the value heads of the group. What a
+// value head brings comes in pieces of up to kSlotTiles tiles, through a ring of slots that runs on over heads and
+// items:
+//
+//   dO | V' | dW | S, by blocks of 64 value columns | D, likewise
+//
+//   full[s]        the piece of slot s has landed (with dO: the factors of the head)   loader -> all
+//   empty[s]       everybody has read it                                              all -> loader
+//   keys_full      q and k of the item have landed, and `item` says which it is       loader -> consumers
+//   keys_empty     dq and dk, put in their place, have left                           consumers -> loader
+//   summed[b]      all row sums of the head are in sums[b]                            all -> gate warp
+//   finished[b]    sums[b] and factors[b] are free again                              gate warp -> loader
+#pragma once
+
+#include "gdn/sm90/collective/backward_scan.cuh"
+
+namespace cula::gdn::sm90 {
+
+inline constexpr int kGradientConsumers = 2;  // warpgroups
+inline constexpr int kGradientThreads = (kGradientConsumers + 1) * kWarpgroupThreads;
+inline constexpr int kGradientConsumerRegisters = 216;
+inline constexpr int kGradientHelperRegisters = 72;
+inline constexpr int kRingSlots = 10;
+
+// Warps of the third warpgroup.
+enum class GradientHelper { kLoader = 0, kGate = 1, kStates = 2, kValues = 3 };
+
+enum class GradientBarrier { kConsumers = 1, kConsumer0 = 2, kConsumer1 = 3 };
+
+struct GradientArgs {
+  BackwardMaps maps;
+  SequenceTable sequences;
+  int heads;
+  int group;
+  float scale;
+  float beta_scale;
+  bool beta_sigmoid;
+  const ChunkFactors* factors;  // [slot, HV]
+  const SwizzledTile* S;        // images, as the scans wrote them
+  const SwizzledTile* D;
+  const SwizzledTile* residual;
+  const SwizzledTile* dW;
+  TensorArg v;
+  TensorArg dq;  // these two in the problem's type, for the copy engine
+  TensorArg dk;
+  TensorArg dv;
+  TensorArg dg;  // by the log decay
+  TensorArg dbeta;
+};
+
+// What the rows of one value head add up to, each warpgroup's share.
+enum class RowSum {
+  kPairs,     // gate: through the pairs of rows, as their later row
+  kStrength,  // beta: likewise
+  kOutput,    // scale decay <q, dO S^T>
+  kResidual,  // decay <k, dW S^T>
+  kUpdate,    // to_end <k, V' D^T>
+  kCount
+};
+struct HeadSums {
+  float rows[kGradientConsumers][static_cast<int>(RowSum::kCount)][kRows];
+  float columns[kGradientConsumers][4][kRows];  // by warps: gate, through the pairs of rows, as their earlier row
+  float values[kRows];                          // <dW, v>
+  float states;                                 // <S, D>
+};
+
+// What a block works on at a time. Narrow, since registers are short where items are gone through.
+struct GradientItem {
+  int slot;
+  int key_head;
+  int batch;
+  int token;   // first, in its row of the batch
+  int length;  // of the chunk
+};
+
+template <int kKeyDim, int kValueDim>
+struct GradientShared {
+  static constexpr int kKeyTiles = kKeyDim / 64;
+  static constexpr int kValueTiles = kValueDim / 64;
+  static constexpr int kSlotTiles = kKeyTiles > kValueTiles ? kKeyTiles : kValueTiles;
+  static constexpr int kSlotBytes = kSlotTiles * kTileBytes;
+  static constexpr int kPieces = 3 + 2 * kValueTiles;  // of a value head
+  static constexpr int kFirstS = 3;
+  static constexpr int kFirstD = 3 + kValueTiles;
+  static_assert(kPieces <= kRingSlots);
+
+  SwizzledTile q[kKeyTiles];
+  SwizzledTile k[kKeyTiles];
+  SwizzledTile pairs[kGradientConsumers];  // sums over the group: of dP, and of what the inverse adds to K K^T
+  SwizzledTile ring[kRingSlots * kSlotTiles];
+  ChunkFactors factors[2];
+  HeadSums sums[2];
+  GradientItem item;  // of the consumers; length 0: no more
+  uint64_t full[kRingSlots];
+  uint64_t empty[kRingSlots];
+  uint64_t keys_full;
+  uint64_t keys_empty;
+  uint64_t summed[2];
+  uint64_t finished[2];
+
+  struct Map {
+    uint32_t base;
+    __device__ uint32_t q(int tile) const { return base + tile * kTileBytes; }
+    __device__ uint32_t k(int tile) const { return base + (kKeyTiles + tile) * kTileBytes; }
+    __device__ uint32_t pair(int group) const { return at(offsetof(GradientShared, pairs)) + group * kTileBytes; }
+    __device__ uint32_t slot(int s) const { return at(offsetof(GradientShared, ring)) + s * kSlotBytes; }
+    __device__ uint32_t factor(int b) const {
+      return at(offsetof(GradientShared, factors)) + b * static_cast<uint32_t>(sizeof(ChunkFactors));
+    }
+    __device__ uint32_t sums(int b) const {
+      return at(offsetof(GradientShared, sums)) + b * static_cast<uint32_t>(sizeof(HeadSums));
+    }
+    __device__ uint32_t item() const { return at(offsetof(GradientShared, item)); }
+    __device__ uint32_t full_barrier(int s) const { return at(offsetof(GradientShared, full)) + 8 * s; }
+    __device__ uint32_t empty_barrier(int s) const { return at(offsetof(GradientShared, empty)) + 8 * s; }
+    __device__ uint32_t keys_full_barrier() const { return at(offsetof(GradientShared, keys_full)); }
+    __device__ uint32_t keys_empty_barrier() const { return at(offsetof(GradientShared, keys_empty)); }
+    __device__ uint32_t summed_barrier(int b) const { return at(offsetof(GradientShared, summed)) + 8 * b; }
+    __device__ uint32_t finished_barrier(int b) const { return at(offsetof(GradientShared, finished)) + 8 * b; }
+
+   private:
+    __device__ uint32_t at(size_t offset) const { return base + static_cast<uint32_t>(offset); }
+  };
+
+  __device__ static void init(const Map& shared) {
+    // Arrivals at a slot: the consumers' warps and one of the helpers.
+    for (int s = 0; s < kRingSlots; ++s) {
+      mbarrier_init(shared.full_barrier(s), 1);
+      mbarrier_init(shared.empty_barrier(s), 4 * kGradientConsumers + 1);
+    }
+    mbarrier_init(shared.keys_full_barrier(), 1);
+    mbarrier_init(shared.keys_empty_barrier(), kGradientConsumers);
+    for (int b = 0; b < 2; ++b) {
+      mbarrier_init(shared.summed_barrier(b), 4 * kGradientConsumers + 2);
+      mbarrier_init(shared.finished_barrier(b), 1);
+    }
+    mbarrier_init_fence();
+  }
+};
+
+// A place in the ring.
+struct RingPlace {
+  int slot = 0;
+  int phase = 0;
+  __device__ __forceinline__ RingPlace ahead(int pieces) const {
+    const int next = slot + pieces;
+    return next >= kRingSlots ? RingPlace{next - kRingSlots, phase ^ 1} : RingPlace{next, phase};
+  }
+};
+
+// The items of a block, in order: f(item, its number) for each; all lanes of a warp must call.
+template <class F>
+__device__ __forceinline__ void for_each_item(const GradientArgs& args, F&& f) {
+  const int heads = static_cast<int>(args.heads);
+  const int items = static_cast<int>(args.sequences.num_slots()) * heads;
+  int number = 0;
+#pragma unroll 1
+  for (int i = static_cast<int>(blockIdx.x); i < items; i += static_cast<int>(gridDim.x)) {
+    GradientItem item;
+    item.slot = i / heads;
+    item.key_head = i - item.slot * heads;
+    Chunk chunk;
+    if (!find_chunk(args.sequences, item.slot, chunk)) continue;
+    item.batch = static_cast<int>(chunk.batch);
+    item.token = static_cast<int>(chunk.token);
+    item.length = chunk.length;
+    f(item, number);
+    ++number;
+  }
+}
+
+}  // namespace cula::gdn::sm90

@@ -1,0 +1,7 @@
+#include "gdn/sm90/launch/backward.cuh"
+
+namespace cula::gdn::sm90 {
+
+template void launch_backward_scan<bf16>(const ScanArgs& args, int key_dim, device::Stream stream);
+
+}  // namespace cula::gdn::sm90
