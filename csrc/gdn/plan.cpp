@@ -146,7 +146,7 @@ std::string Plan::describe() const {
   }
   if (backend_ == Backend::kSm90) {
     text += concat("\n  forward: ", sm90::choose_schedule(*this).describe(),
-                   "\n  backward, stages, decoding, and operands whose rows are not aligned to 16 bytes: backend cuda");
+                   "\n  stages, decoding, and operands whose rows are not aligned to 16 bytes: backend cuda");
   }
   text += concat("\n  workspace: forward ", forward_workspace_bytes(false), " B (", forward_workspace_bytes(true),
                  " B when saving for backward), backward ", backward_workspace_bytes(), " B");

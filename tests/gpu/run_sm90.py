@@ -121,6 +121,30 @@ def long_sequence(run: Runner) -> None:
         run.report(f"long sequence, gates / {1 / gate_scale:g}", errors)
 
 
+def windows(run: Runner) -> None:
+    """Inputs so large that backward goes through them in windows, against the general backend."""
+    lengths = (0, 7000, 0, 20001, 4000)
+    offsets = list(itertools.accumulate(lengths))
+    for name, shape in (
+        ("one sequence", Shape(BF16, T=32768, H=16, HV=32, K=128, V=128)),
+        ("three windows", Shape(BF16, T=70001, H=16, HV=32, K=128, V=128)),
+        ("packed", Shape(BF16, T=32000, H=16, HV=32, K=128, V=128, offsets=offsets)),
+        ("rows", Shape(FP16, B=3, T=12000, H=16, HV=32, K=128, V=128)),
+    ):
+        options = Options(gate_scale=1 / 16)
+        t = to_device(make_inputs(shape, options), run.device)
+        saved = run.saved(shape)
+        run.forward(shape, options, t, saved=saved)
+        actual = run.backward(shape, options, t, saved)
+        run.library.any_backend = False
+        try:
+            expected = run.backward(shape, options, t, saved)
+        finally:
+            run.library.any_backend = True
+        # Two roundings of each result and of what it is made of.
+        run.report(f"windows: {name}", {key: (error(actual[key], expected[key]), 1e-2) for key in actual})
+
+
 # heads, value heads, sequences, tokens of each; the best peer's forward on an H200, ms (FLA 0.6.0, FlashQLA 0.1.3,
 # FlashInfer 0.7.2).
 TIMED = [
@@ -242,6 +266,7 @@ def main() -> int:
         guarded(run, "segments", segments)
         guarded(run, "hidden tokens", hidden_tokens)
         guarded(run, "long sequence", long_sequence)
+        guarded(run, "windows", windows)
         guarded(run, "errors at most FLA's", against_baseline)
         guarded(run, "bits", bits)
         print(

@@ -26,6 +26,12 @@ __device__ __forceinline__ void tma_load(uint32_t target, const CUtensorMap& map
       "l"(&map), "r"(at.column), "r"(at.head), "r"(at.token), "r"(at.batch), "r"(barrier)
       : "memory");
 }
+// Global memory to the L2 cache.
+__device__ __forceinline__ void tma_prefetch(const CUtensorMap& map, const BoxOrigin& at) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(&map), "r"(at.column),
+               "r"(at.head), "r"(at.token), "r"(at.batch)
+               : "memory");
+}
 // Shared to global memory; nothing is written outside the tensor.
 __device__ __forceinline__ void tma_store(const CUtensorMap& map, const BoxOrigin& at, uint32_t source) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(&map),

@@ -18,26 +18,56 @@ using cuda::dense_arg;
 using cuda::token_arg;
 using device::TokenTensor;
 
+// What the scans leave for the gradients may take this much at a time. It bounds the workspace of long inputs; each
+// window but the last of a sequence costs one more pass over the states in front of it.
+constexpr int64_t kWindowBytes = int64_t{864} << 20;
+
+int64_t count_slots(const Problem& problem) {
+  return problem.sequence_offsets ? problem.tokens / kRows + problem.num_sequences()
+                                  : problem.batch * ((problem.tokens + kRows - 1) / kRows);
+}
+
+// Slots of a window.
+int64_t window_slots(const Problem& problem) {
+  const int64_t slots = count_slots(problem);
+  const int64_t tiles = (problem.value_dim / 64) * (2 * problem.key_dim / 64 + 2);
+  const int64_t slot_bytes = problem.value_heads * tiles * static_cast<int64_t>(sizeof(SwizzledTile));
+  const int64_t most = std::max<int64_t>(kWindowBytes / slot_bytes, 1);
+  if (slots <= most) return std::max<int64_t>(slots, 1);
+  if (problem.sequence_offsets) return most;
+  // Whole sequences, if they fit: then none is parted.
+  const int64_t row = slots / problem.batch;
+  return most >= row ? most / row * row : most;
+}
+
 struct BackwardWorkspace {
   ChunkFactors* factors = nullptr;  // [slots, HV]
-  SwizzledTile* S = nullptr;        // [slots, HV, V / 64, K / 64]
+  SwizzledTile* S = nullptr;        // [slots of a window, HV, V / 64, K / 64]
   SwizzledTile* D = nullptr;
-  SwizzledTile* residual = nullptr;  // [slots, HV, V / 64]
+  SwizzledTile* residual = nullptr;  // [slots of a window, HV, V / 64]
   SwizzledTile* dW = nullptr;
-  float* dyg = nullptr;  // [B, T, HV], with use_gate
+  float* kept_states = nullptr;  // [windows - 1, HV, V, K]
+  float* carried = nullptr;      // [2, HV, V, K]
+  float* dyg = nullptr;          // [B, T, HV], with use_gate
   size_t bytes = 0;
 
   BackwardWorkspace(const Problem& problem, void* data) {
     cuda::WorkspaceCutter cutter(data);
-    const int64_t slots = problem.sequence_offsets ? problem.tokens / kRows + problem.num_sequences()
-                                                   : problem.batch * ((problem.tokens + kRows - 1) / kRows);
-    const int64_t row_tiles = slots * problem.value_heads * (problem.value_dim / 64);
+    const int64_t slots = count_slots(problem);
+    const int64_t window = window_slots(problem);
+    const int64_t row_tiles = window * problem.value_heads * (problem.value_dim / 64);
     const int64_t state_tiles = row_tiles * (problem.key_dim / 64);
     factors = cutter.take<ChunkFactors>(slots * problem.value_heads);
     S = cutter.take<SwizzledTile>(state_tiles);
     D = cutter.take<SwizzledTile>(state_tiles);
     residual = cutter.take<SwizzledTile>(row_tiles);
     dW = cutter.take<SwizzledTile>(row_tiles);
+    const int64_t state_elements = problem.value_heads * problem.value_dim * problem.key_dim;
+    const int64_t starts = (slots + window - 1) / window - 1;  // of windows, but the first
+    if (starts > 0) {
+      kept_states = cutter.take<float>(starts * state_elements);
+      carried = cutter.take<float>(2 * state_elements);
+    }
     if (problem.use_gate) dyg = cutter.take<float>(problem.batch * problem.tokens * problem.value_heads);
     bytes = cutter.used();
   }
@@ -74,12 +104,26 @@ struct BackwardOperands {
   }
 };
 
+// Operands that the copy engine can not read or write go through the general kernels. These need more memory, which is
+// got from the stream's pool: reserving it would double what every other call asks for.
+void run_general(const Plan& plan, const BackwardTensors& t, Stream stream_handle) {
+  const auto stream = static_cast<device::Stream>(stream_handle);
+  Workspace workspace;
+  workspace.bytes = cuda::backward_workspace_bytes(plan);
+  device::check_cuda(cudaMallocAsync(&workspace.data, std::max<size_t>(workspace.bytes, 1), stream),
+                     "workspace of backend cuda");
+  try {
+    cuda::backward(plan, t, workspace, stream_handle);
+  } catch (...) {
+    cudaFreeAsync(workspace.data, stream);
+    throw;
+  }
+  device::check_cuda(cudaFreeAsync(workspace.data, stream), "workspace of backend cuda");
+}
+
 }  // namespace
 
-size_t backward_workspace_bytes(const Plan& plan) {
-  // Operands that the copy engine can not read go through the general kernels.
-  return std::max(BackwardWorkspace(plan.problem(), nullptr).bytes, cuda::backward_workspace_bytes(plan));
-}
+size_t backward_workspace_bytes(const Plan& plan) { return BackwardWorkspace(plan.problem(), nullptr).bytes; }
 
 void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, Stream stream_handle) {
   const Call call(plan, t.cu_seqlens);
@@ -87,7 +131,7 @@ void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, S
   const device::DeviceGuard guard(problem.device.device_id);
   const auto stream = static_cast<device::Stream>(stream_handle);
   const BackwardOperands operands(problem, t);
-  if (!operands.fit(call.dtype)) return cuda::backward(plan, t, workspace, stream_handle);
+  if (!operands.fit(call.dtype)) return run_general(plan, t, stream_handle);
   const BackwardWorkspace space(problem, workspace.data);
   const int key_dim = static_cast<int>(problem.key_dim);
   const int value_dim = static_cast<int>(problem.value_dim);
@@ -125,6 +169,8 @@ void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, S
   scan.D = space.D;
   scan.residual = space.residual;
   scan.dW = space.dW;
+  scan.kept_states = space.kept_states;
+  scan.carried = space.carried;
 
   GradientArgs gradient;
   gradient.maps = maps;
@@ -151,8 +197,17 @@ void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, S
   launch_factors(factors, stream);
   const auto run = [&](auto element) {
     using T = decltype(element);
-    launch_backward_scan<T>(scan, key_dim, stream);
-    launch_gradient<T>(gradient, key_dim, value_dim, stream);
+    SlotWindow window;
+    window.total = static_cast<int>(count_slots(problem));
+    window.length = static_cast<int>(window_slots(problem));
+    // An input without chunks has sequences without any, whose states' gradients pass through.
+    for (window.end = window.total;; window.end = window.begin) {
+      window.begin = std::max(window.end - window.length, 0);
+      scan.window = gradient.window = window;
+      launch_backward_scan<T>(scan, key_dim, stream);
+      launch_gradient<T>(gradient, key_dim, value_dim, stream);
+      if (window.begin == 0) break;
+    }
   };
   if (call.dtype == DType::kBFloat16) {
     run(device::bf16{});

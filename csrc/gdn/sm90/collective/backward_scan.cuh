@@ -34,9 +34,24 @@ struct BackwardMaps {
   CUtensorMap dk;
 };
 
+// The backward pass goes through the slots of chunks in windows, the last one first, so that what the scans leave for
+// the gradients is bounded. All windows are equally long, but for the first.
+struct SlotWindow {
+  int begin;
+  int end;
+  int length;  // of a full window
+  int total;   // slots
+
+  __host__ __device__ int slots() const { return end - begin; }
+  // Whether a window starts at a slot, and which: counted from the last, 0 being its own.
+  __device__ bool starts_at(int slot) const { return (total - slot) % length == 0; }
+  __device__ int number(int slot) const { return (total - slot) / length - 1; }
+};
+
 struct ScanArgs {
   BackwardMaps maps;
   SequenceTable sequences;
+  SlotWindow window;
   int64_t value_heads;
   int64_t group;
   int value_tiles;  // V / 64
@@ -49,7 +64,29 @@ struct ScanArgs {
   SwizzledTile* D;
   SwizzledTile* residual;  // V'
   SwizzledTile* dW;
+  // Of the sequence that a window's start parts, fp32, [HV, V, K]. States: one for each start, kept by the pass over
+  // the last of the sequence's windows.
+  float* kept_states;
+  float* carried;  // gradient of the state; two, by turns, since a window may take one over and leave another
 };
+
+// Seen as a state of the only sequence.
+__device__ __forceinline__ TensorArg dense_states(float* data, int value_dim, int key_dim) {
+  TensorArg x;
+  x.data = data;
+  x.stride[1] = static_cast<int64_t>(value_dim) * key_dim;
+  x.stride[2] = 1;
+  x.stride[3] = key_dim;
+  return x;
+}
+__device__ __forceinline__ TensorArg kept_state(const ScanArgs& args, int number, int key_dim) {
+  const int64_t size = args.value_heads * args.value_tiles * 64 * key_dim;
+  return dense_states(args.kept_states + number * size, 64 * args.value_tiles, key_dim);
+}
+__device__ __forceinline__ TensorArg carried_state(const ScanArgs& args, int start, int key_dim) {
+  const int64_t size = args.value_heads * args.value_tiles * 64 * key_dim;
+  return dense_states(args.carried + (args.window.number(start) & 1) * size, 64 * args.value_tiles, key_dim);
+}
 
 struct ScanUnit {
   int batch;
@@ -59,8 +96,11 @@ struct ScanUnit {
   int key_head;
   int value_tile;
   int num_chunks;
-  int tail_length;  // of the last chunk; 64 if it is full
+  int tail_length;   // of the last chunk; 64 if it is full
+  int first_stored;  // chunks in front of this one are gone through for the state alone
   int64_t sequence;
+  TensorArg enters;  // the state, or its gradient; seen as [sequence, head, key, value]
+  TensorArg leaves;
 };
 
 template <int kKeyDim>
@@ -387,16 +427,17 @@ struct ScanState {
     }
   }
   __device__ __forceinline__ int64_t image(int chunk) const {
-    return (static_cast<int64_t>(unit.slot + chunk) * args.value_heads + unit.head) * args.value_tiles +
+    return (static_cast<int64_t>(unit.slot + chunk - args.window.begin) * args.value_heads + unit.head) *
+               args.value_tiles +
            unit.value_tile;
   }
   // Sends what was put: the state of `chunk` and the rows of `rows_chunk`, if that is one.
   __device__ __forceinline__ void send(SwizzledTile* states, int chunk, SwizzledTile* rows, int rows_chunk) const {
     fence_async_shared();
     sync_group();
-    if (warpgroup_thread() != 0) return;
+    if (warpgroup_thread() != 0 || chunk < unit.first_stored) return;
     bulk_store(states + image(chunk) * kKeyTiles, shared.state(), kKeyTiles * kTileBytes);
-    if (rows_chunk >= 0 && rows_chunk < unit.num_chunks)
+    if (rows_chunk >= unit.first_stored && rows_chunk < unit.num_chunks)
       bulk_store(rows + image(rows_chunk), shared.rows(), kTileBytes);
     tma_store_commit();
   }
@@ -431,7 +472,7 @@ struct RecomputeConsumer : ScanState<T, kKeyDim> {
     uint32_t s_operand[State::kStateRegisters / 2];
     float u[32];
     uint32_t rows[16] = {};
-    State::load_state(s, args.initial_state);
+    State::load_state(s, unit.enters);
     State::pack(s_operand, s);
     int stage = 0;
     int phase = 0;
@@ -447,6 +488,9 @@ struct RecomputeConsumer : ScanState<T, kKeyDim> {
 #pragma unroll
         for (int j = 0; j < 8; ++j) f[j] = load_shared_pair(factors + static_cast<uint32_t>(which) + 32 * j);
       };
+      if (c > 0 && c <= unit.first_stored && args.window.starts_at(unit.slot + c)) {
+        State::store_state(s, kept_state(args, args.window.number(unit.slot + c), kKeyDim));
+      }
       mbarrier_wait(shared.full_barrier(stage), phase);
       if (has_tail && c == n - 1) mbarrier_wait(shared.trimmed_barrier(), 0);
 
@@ -516,7 +560,7 @@ struct AdjointConsumer : ScanState<T, kKeyDim> {
     uint32_t d_operand[State::kStateRegisters / 2];
     float x[32];
     uint32_t rows[16] = {};
-    State::load_state(d, args.grad_final_state);
+    State::load_state(d, unit.enters);
     State::pack(d_operand, d);
     int stage = 0;
     int phase = 0;
@@ -606,7 +650,7 @@ struct AdjointConsumer : ScanState<T, kKeyDim> {
       }
     }
     if (n > 0) State::send_last_rows(args.dW, 0, rows, value_at);
-    State::store_state(d, args.dh0);
+    State::store_state(d, unit.leaves);
   }
 };
 

@@ -103,8 +103,40 @@ struct GradientConsumer {
   __device__ __forceinline__ void wait_full(RingPlace place) const {
     mbarrier_wait(shared.full_barrier(place.slot), place.phase);
   }
-  __device__ __forceinline__ void release(RingPlace place) const {
-    if (lane_id() == 0) mbarrier_arrive(shared.empty_barrier(place.slot));
+  __device__ __forceinline__ void release(RingPlace place, bool others_read_it = false) const {
+    if (lane_id() != 0) return;
+    mbarrier_arrive(shared.empty_barrier(place.slot));
+    if (!others_read_it && warpgroup_thread() == 0) mbarrier_arrive(shared.empty_barrier(place.slot));
+  }
+  // This thread's share of <S, D>: every other tile.
+  __device__ __forceinline__ float multiply_states(RingPlace S, RingPlace D) const {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kValueTiles; ++i) {
+      const uint32_t s_at = shared.slot(S.ahead(i).slot) + 16 * warpgroup_thread();
+      const uint32_t d_at = shared.slot(D.ahead(i).slot) + 16 * warpgroup_thread();
+#pragma unroll
+      for (int j = 0; j < kKeyTiles; ++j) {
+        if ((i * kKeyTiles + j) % kGradientConsumers != group) continue;
+#pragma unroll
+        for (int part = 0; part < kTileBytes / (16 * kWarpgroupThreads); ++part) {
+          const int at = j * kTileBytes + part * 16 * kWarpgroupThreads;
+          const uint4 x = load_shared_vector(s_at + at);
+          const uint4 y = load_shared_vector(d_at + at);
+          const auto add = [&](uint32_t a, uint32_t b) {
+            const float2 left = unpack2<T>(a);
+            const float2 right = unpack2<T>(b);
+            sum += left.x * right.x;
+            sum += left.y * right.y;
+          };
+          add(x.x, y.x);
+          add(x.y, y.y);
+          add(x.z, y.z);
+          add(x.w, y.w);
+        }
+      }
+    }
+    return sum;
   }
 
   // What the pairs of rows add: `p` is dO V'^T or dW V'^T, `products` Q K^T or K K^T.
@@ -224,12 +256,10 @@ struct GradientConsumer {
 
   __device__ __forceinline__ void run() const {
     const int row = warpgroup_thread() / 32 * 16 + lane_id() / 4;
-    RingPlace place;
-    int buffer = 0;
-    int parity = 0;
+    int heads = 0;  // so far
 #pragma unroll 1
     while (true) {
-      mbarrier_wait(shared.keys_full_barrier(), parity);
+      mbarrier_wait(shared.keys_full_barrier(), (heads / args.group) & 1);
       const int length = item_length();
       if (length == 0) break;
       const bool has_tail = length < kRows;
@@ -244,8 +274,9 @@ struct GradientConsumer {
 
 #pragma unroll 1
       for (int j = 0; j < args.group; ++j) {
-        const uint32_t sums = shared.sums(buffer);
-        const uint32_t factors = shared.factor(buffer);
+        const RingPlace place = RingPlace::of_piece(heads * Shared::kPieces);
+        const uint32_t sums = shared.sums(heads & 1);
+        const uint32_t factors = shared.factor(heads & 1);
         const RingPlace residual = place.ahead(1);
         const RingPlace dW = place.ahead(2);
         const RingPlace S = place.ahead(Shared::kFirstS);
@@ -273,8 +304,7 @@ struct GradientConsumer {
 
         multiply_state(x, shared.slot(dW.slot), S);  // dW S^T
         wgmma_wait<0>();
-        release(dW);
-        for (int i = 0; i < kValueTiles; ++i) release(S.ahead(i));
+        release(dW, true);
         row_factors(factor, offsetof(ChunkFactors, gamma));
         row_factors(sign, offsetof(ChunkFactors, beta));
         const int first_restart =
@@ -287,18 +317,26 @@ struct GradientConsumer {
         add_rows(dk, x, factor, sign, shared.k(key_tile()), sums, RowSum::kResidual);
 
         for (int i = 0; i < kValueTiles; ++i) wait_full(D.ahead(i));
+        const float states = warp_sum(multiply_states(S, D));
+        if (lane_id() == 0) {
+          const uint32_t at =
+              sums + static_cast<uint32_t>(offsetof(HeadSums, states)) + 4 * (static_cast<int>(threadIdx.x) / 32);
+          asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(states) : "memory");
+        }
         multiply_state(x, shared.slot(residual.slot), D);  // V' D^T
         wgmma_wait<0>();
         release(residual);
-        for (int i = 0; i < kValueTiles; ++i) release(D.ahead(i));
+        for (int i = 0; i < kValueTiles; ++i) {
+          release(S.ahead(i));
+          release(D.ahead(i));
+        }
         row_factors(factor, offsetof(ChunkFactors, to_end));
         sign[0] = sign[1] = 1.0f;
         add_rows(dk, x, factor, sign, shared.k(key_tile()), sums, RowSum::kUpdate);
 
         sync_warp();
-        if (lane_id() == 0) mbarrier_arrive(shared.summed_barrier(buffer));
-        place = place.ahead(Shared::kPieces);
-        buffer ^= 1;
+        if (lane_id() == 0) mbarrier_arrive(shared.summed_barrier(heads & 1));
+        ++heads;
       }
 
       put_tile(shared.pair(group), total);
@@ -349,7 +387,6 @@ struct GradientConsumer {
         tma_store_wait_read();
       }
       if (leader) mbarrier_arrive(shared.keys_empty_barrier());
-      parity ^= 1;
     }
     if (warpgroup_thread() == 0) tma_store_wait();
   }

@@ -15,35 +15,39 @@ struct GradientHelpers {
   Shared& memory;
   typename Shared::Map shared;
 
-  __device__ __forceinline__ int64_t head_index(const GradientItem& item, int head) const {
-    return static_cast<int64_t>(item.slot) * (args.heads * args.group) + head;
+  __device__ __forceinline__ int64_t head_index(int slot, int head) const {
+    return static_cast<int64_t>(slot) * (args.heads * args.group) + head;
   }
 
   // By one lane.
   __device__ __forceinline__ void load_head(const GradientItem& item, int head, RingPlace place, int buffer) const {
-    const int64_t index = head_index(item, head);
+    const int64_t index = head_index(item.slot, head);
+    const int64_t stored = head_index(item.slot - args.window.begin, head);
     const auto begin = [&](int bytes) {
       mbarrier_wait(shared.empty_barrier(place.slot), place.phase ^ 1);
       mbarrier_arrive_expect(shared.full_barrier(place.slot), bytes);
     };
-    begin(kValueTiles * kTileBytes + static_cast<int>(sizeof(ChunkFactors)));
+    begin(kValueTiles * kTileBytes);
 #pragma unroll
     for (int i = 0; i < kValueTiles; ++i) {
       tma_load(shared.slot(place.slot) + i * kTileBytes, args.maps.grad_output, {64 * i, head, item.token, item.batch},
                shared.full_barrier(place.slot));
     }
-    bulk_load(shared.factor(buffer), args.factors + index, sizeof(ChunkFactors), shared.full_barrier(place.slot));
-    const auto load_piece = [&](const SwizzledTile* tiles, int count) {
+    // Read from there by the value warps.
+#pragma unroll
+    for (int i = 0; i < kValueTiles; ++i) tma_prefetch(args.maps.v, {64 * i, head, item.token, item.batch});
+    const auto load_piece = [&](const SwizzledTile* tiles, int count, int beside = 0) {
       place = place.ahead(1);
-      begin(count * kTileBytes);
+      begin(count * kTileBytes + beside);
       bulk_load(shared.slot(place.slot), tiles, count * kTileBytes, shared.full_barrier(place.slot));
     };
-    load_piece(args.residual + index * kValueTiles, kValueTiles);
-    load_piece(args.dW + index * kValueTiles, kValueTiles);
+    load_piece(args.residual + stored * kValueTiles, kValueTiles);
+    load_piece(args.dW + stored * kValueTiles, kValueTiles, sizeof(ChunkFactors));
+    bulk_load(shared.factor(buffer), args.factors + index, sizeof(ChunkFactors), shared.full_barrier(place.slot));
 #pragma unroll
-    for (int i = 0; i < kValueTiles; ++i) load_piece(args.S + (index * kValueTiles + i) * kKeyTiles, kKeyTiles);
+    for (int i = 0; i < kValueTiles; ++i) load_piece(args.S + (stored * kValueTiles + i) * kKeyTiles, kKeyTiles);
 #pragma unroll
-    for (int i = 0; i < kValueTiles; ++i) load_piece(args.D + (index * kValueTiles + i) * kKeyTiles, kKeyTiles);
+    for (int i = 0; i < kValueTiles; ++i) load_piece(args.D + (stored * kValueTiles + i) * kKeyTiles, kKeyTiles);
   }
 
   __device__ __forceinline__ void run_loader() const {
@@ -81,92 +85,43 @@ struct GradientHelpers {
     }
   }
 
-  // <S, D>
-  __device__ __forceinline__ void run_states() const {
-    RingPlace place;
-    int heads = 0;
-    for_each_item(args, [&](const GradientItem&, int) {
-#pragma unroll 1
-      for (int j = 0; j < args.group; ++j) {
-        float sum[4] = {};
-#pragma unroll
-        for (int i = 0; i < kValueTiles; ++i) {
-          const RingPlace s = place.ahead(Shared::kFirstS + i);
-          const RingPlace d = place.ahead(Shared::kFirstD + i);
-          mbarrier_wait(shared.full_barrier(s.slot), s.phase);
-          mbarrier_wait(shared.full_barrier(d.slot), d.phase);
-          const uint32_t s_at = shared.slot(s.slot) + 16 * lane_id();
-          const uint32_t d_at = shared.slot(d.slot) + 16 * lane_id();
-#pragma unroll 4
-          for (int at = 0; at < kKeyTiles * kTileBytes; at += 512) {
-            const uint4 x = load_shared_vector(s_at + at);
-            const uint4 y = load_shared_vector(d_at + at);
-            const auto add = [&](float& total, uint32_t a, uint32_t b) {
-              const float2 left = unpack2<T>(a);
-              const float2 right = unpack2<T>(b);
-              total += left.x * right.x;
-              total += left.y * right.y;
-            };
-            add(sum[0], x.x, y.x);
-            add(sum[1], x.y, y.y);
-            add(sum[2], x.z, y.z);
-            add(sum[3], x.w, y.w);
-          }
-          sync_warp();
-          if (lane_id() == 0) {
-            mbarrier_arrive(shared.empty_barrier(s.slot));
-            mbarrier_arrive(shared.empty_barrier(d.slot));
-          }
-        }
-        const float total = warp_sum((sum[0] + sum[1]) + (sum[2] + sum[3]));
-        if (lane_id() == 0) {
-          memory.sums[heads & 1].states = total;
-          mbarrier_arrive(shared.summed_barrier(heads & 1));
-        }
-        place = place.ahead(Shared::kPieces);
-        ++heads;
-      }
-    });
-  }
-
-  // <dW, v>, and dv = beta dW
-  __device__ __forceinline__ void run_values() const {
-    constexpr int kRowsAtOnce = 4;  // a lane takes a piece of 8 columns of one of them
-    const int row_in_step = lane_id() / 8;
+  // <dW, v>, and dv = beta dW. By two warps, each every other group of 4 rows.
+  __device__ __forceinline__ void run_values(int warp) const {
+    constexpr int kRowsAtOnce = 8;  // of both warps; a lane takes a piece of 8 columns of one row
+    constexpr int kSteps = 2;       // whose loads are under way together
+    const int first_row = 4 * warp + lane_id() / 8;
     const int piece = lane_id() & 7;
     RingPlace place;
     int heads = 0;
     for_each_item(args, [&](const GradientItem& item, int) {
-      const int length = item.length;
 #pragma unroll 1
       for (int j = 0; j < args.group; ++j) {
         const int head = item.key_head * args.group + j;
         const RingPlace dw = place.ahead(2);
-        const T* v =
-            static_cast<const T*>(args.v.data) + args.v.offset(item.batch, item.token + row_in_step, head) + 8 * piece;
-        T* dv = static_cast<T*>(args.dv.data) + args.dv.offset(item.batch, item.token + row_in_step, head) + 8 * piece;
+        const T* v = static_cast<const T*>(args.v.data) + args.v.offset(item.batch, item.token, head) + 8 * piece;
+        T* dv = static_cast<T*>(args.dv.data) + args.dv.offset(item.batch, item.token, head) + 8 * piece;
         const int buffer = heads & 1;
-        {  // the factors come with dO
-          mbarrier_wait(shared.full_barrier(place.slot), place.phase);
-          const RingPlace residual = place.ahead(1);
-          mbarrier_wait(shared.full_barrier(residual.slot), residual.phase);
-          sync_warp();
-          if (lane_id() == 0) {
-            mbarrier_arrive(shared.empty_barrier(place.slot));
-            mbarrier_arrive(shared.empty_barrier(residual.slot));
-          }
-        }
-        mbarrier_wait(shared.full_barrier(dw.slot), dw.phase);
         const uint32_t betas = shared.factor(buffer) + static_cast<uint32_t>(offsetof(ChunkFactors, beta));
-#pragma unroll 4
-        for (int step = 0; step < kRows / kRowsAtOnce; ++step) {
-          const int row = step * kRowsAtOnce + row_in_step;
-          float sum = 0.0f;
-          if (row < length) {
-            const float beta = load_shared(betas + 4 * row);
+#pragma unroll 1
+        for (int begin = 0; begin < kRows; begin += kSteps * kRowsAtOnce) {
+          uint4 x[kSteps][kValueTiles];
+#pragma unroll
+          for (int step = 0; step < kSteps; ++step) {
+            // Rows past the end repeat the last one: what they give is not used.
+            const int row = min(begin + step * kRowsAtOnce + first_row, item.length - 1);
 #pragma unroll
             for (int i = 0; i < kValueTiles; ++i) {
-              const uint4 x = *reinterpret_cast<const uint4*>(v + step * kRowsAtOnce * args.v.stride[1] + 64 * i);
+              x[step][i] = *reinterpret_cast<const uint4*>(v + row * args.v.stride[1] + 64 * i);
+            }
+          }
+          if (begin == 0) mbarrier_wait(shared.full_barrier(dw.slot), dw.phase);
+#pragma unroll
+          for (int step = 0; step < kSteps; ++step) {
+            const int row = begin + step * kRowsAtOnce + first_row;
+            const float beta = load_shared(betas + 4 * row);
+            float sum = 0.0f;
+#pragma unroll
+            for (int i = 0; i < kValueTiles; ++i) {
               const uint4 w = load_shared_vector(shared.slot(dw.slot) + i * kTileBytes + swizzled(row, piece));
               const auto take = [&](uint32_t value, uint32_t gradient) {
                 const float2 a = unpack2<T>(value);
@@ -174,12 +129,13 @@ struct GradientHelpers {
                 sum += a.x * b.x + a.y * b.y;
                 return pack2<T>(beta * b.x, beta * b.y);
               };
-              const uint4 out = {take(x.x, w.x), take(x.y, w.y), take(x.z, w.z), take(x.w, w.w)};
-              if (args.dv) *reinterpret_cast<uint4*>(dv + step * kRowsAtOnce * args.dv.stride[1] + 64 * i) = out;
+              const uint4 out = {take(x[step][i].x, w.x), take(x[step][i].y, w.y), take(x[step][i].z, w.z),
+                                 take(x[step][i].w, w.w)};
+              if (args.dv && row < item.length) *reinterpret_cast<uint4*>(dv + row * args.dv.stride[1] + 64 * i) = out;
             }
+            sum = group_sum<8>(sum);
+            if (piece == 0) memory.sums[buffer].values[row] = sum;
           }
-          sum = group_sum<8>(sum);
-          if (piece == 0) memory.sums[buffer].values[row] = sum;
         }
         sync_warp();
         if (lane_id() == 0) {
@@ -232,11 +188,14 @@ struct GradientHelpers {
       }
     }
     to_end = warp_sum(to_end);
+    double states = 0.0;
+#pragma unroll
+    for (int w = 0; w < 4 * kGradientConsumers; ++w) states += sums.states[w];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       // A decay of zero ends what the state in front can do, whatever it holds.
       if (2 * lane + r == length - 1) {
-        by_sum[r] += to_end + (f.chunk_decay == 0.0f ? 0.0 : static_cast<double>(f.chunk_decay) * sums.states);
+        by_sum[r] += to_end + (f.chunk_decay == 0.0f ? 0.0 : f.chunk_decay * states);
       }
     }
     const double pair = by_sum[0] + by_sum[1];
@@ -294,10 +253,10 @@ struct GradientHelpers {
         return run_loader();
       case GradientHelper::kGate:
         return run_gate();
-      case GradientHelper::kStates:
-        return run_states();
+      case GradientHelper::kValues0:
+        return run_values(0);
       default:
-        return run_values();
+        return run_values(1);
     }
   }
 };

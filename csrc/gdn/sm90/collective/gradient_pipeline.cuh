@@ -6,8 +6,8 @@
 //
 //   dO | V' | dW | S, by blocks of 64 value columns | D, likewise
 //
-//   full[s]        the piece of slot s has landed (with dO: the factors of the head)   loader -> all
-//   empty[s]       everybody has read it                                              all -> loader
+//   full[s]        the piece of slot s has landed (with dW: the factors of the head)   loader -> all
+//   empty[s]       everybody has read it; who waits for full[s] must arrive here       all -> loader
 //   keys_full      q and k of the item have landed, and `item` says which it is       loader -> consumers
 //   keys_empty     dq and dk, put in their place, have left                           consumers -> loader
 //   summed[b]      all row sums of the head are in sums[b]                            all -> gate warp
@@ -25,13 +25,14 @@ inline constexpr int kGradientHelperRegisters = 72;
 inline constexpr int kRingSlots = 10;
 
 // Warps of the third warpgroup.
-enum class GradientHelper { kLoader = 0, kGate = 1, kStates = 2, kValues = 3 };
+enum class GradientHelper { kLoader = 0, kGate = 1, kValues0 = 2, kValues1 = 3 };
 
 enum class GradientBarrier { kConsumers = 1, kConsumer0 = 2, kConsumer1 = 3 };
 
 struct GradientArgs {
   BackwardMaps maps;
   SequenceTable sequences;
+  SlotWindow window;
   int heads;
   int group;
   float scale;
@@ -59,11 +60,11 @@ enum class RowSum {
   kUpdate,    // to_end <k, V' D^T>
   kCount
 };
-struct HeadSums {
+struct alignas(16) HeadSums {
   float rows[kGradientConsumers][static_cast<int>(RowSum::kCount)][kRows];
   float columns[kGradientConsumers][4][kRows];  // by warps: gate, through the pairs of rows, as their earlier row
   float values[kRows];                          // <dW, v>
-  float states;                                 // <S, D>
+  float states[4 * kGradientConsumers];         // <S, D>, by warps
 };
 
 // What a block works on at a time. Narrow, since registers are short where items are gone through.
@@ -85,6 +86,8 @@ struct GradientShared {
   static constexpr int kFirstS = 3;
   static constexpr int kFirstD = 3 + kValueTiles;
   static_assert(kPieces <= kRingSlots);
+  // At a slot: the consumers' warps, and the two warps that read dW; the consumers stand in for these at other pieces.
+  static constexpr int kSlotArrivals = 4 * kGradientConsumers + 2;
 
   SwizzledTile q[kKeyTiles];
   SwizzledTile k[kKeyTiles];
@@ -125,10 +128,9 @@ struct GradientShared {
   };
 
   __device__ static void init(const Map& shared) {
-    // Arrivals at a slot: the consumers' warps and one of the helpers.
     for (int s = 0; s < kRingSlots; ++s) {
       mbarrier_init(shared.full_barrier(s), 1);
-      mbarrier_init(shared.empty_barrier(s), 4 * kGradientConsumers + 1);
+      mbarrier_init(shared.empty_barrier(s), kSlotArrivals);
     }
     mbarrier_init(shared.keys_full_barrier(), 1);
     mbarrier_init(shared.keys_empty_barrier(), kGradientConsumers);
@@ -144,6 +146,10 @@ struct GradientShared {
 struct RingPlace {
   int slot = 0;
   int phase = 0;
+  __device__ __forceinline__ static RingPlace of_piece(int number) {
+    const int round = number / kRingSlots;
+    return {number - round * kRingSlots, round & 1};
+  }
   __device__ __forceinline__ RingPlace ahead(int pieces) const {
     const int next = slot + pieces;
     return next >= kRingSlots ? RingPlace{next - kRingSlots, phase ^ 1} : RingPlace{next, phase};
@@ -154,13 +160,14 @@ struct RingPlace {
 template <class F>
 __device__ __forceinline__ void for_each_item(const GradientArgs& args, F&& f) {
   const int heads = static_cast<int>(args.heads);
-  const int items = static_cast<int>(args.sequences.num_slots()) * heads;
+  const int items = args.window.slots() * heads;
   int number = 0;
 #pragma unroll 1
   for (int i = static_cast<int>(blockIdx.x); i < items; i += static_cast<int>(gridDim.x)) {
     GradientItem item;
     item.slot = i / heads;
     item.key_head = i - item.slot * heads;
+    item.slot += args.window.begin;
     Chunk chunk;
     if (!find_chunk(args.sequences, item.slot, chunk)) continue;
     item.batch = static_cast<int>(chunk.batch);

@@ -36,17 +36,42 @@ __global__ void __launch_bounds__(kScanThreads, 1) backward_scan_kernel(const __
   const Sequence sequence = find_sequence(args.sequences, sequence_index);
 
   const typename Shared::Map shared = {shared_address(scan_shared)};
+  // The chunks of the sequence that this pass goes through.
+  const SlotWindow& window = args.window;
+  const int first_slot = static_cast<int>(sequence.first_slot);
+  const int chunks = static_cast<int>((sequence.length + kRows - 1) / kRows);
+  const bool is_empty =
+      chunks == 0 && first_slot >= window.begin && (first_slot < window.end || window.end == window.total);
+  if (!is_empty && (first_slot >= window.end || first_slot + chunks <= window.begin)) {
+    wait_for_previous();
+    return;
+  }
+  const bool has_last = first_slot + chunks <= window.end;  // chunk of the sequence
+  const bool has_first = first_slot >= window.begin;
+  const int begin = has_first ? 0 : window.begin - first_slot;
+  const int end = has_last ? chunks : window.end - first_slot;
   if (threadIdx.x == 0) {
     ScanUnit& unit = memory.unit;
+    const bool from_start = !adjoint && (has_first || has_last);
+    const int first = from_start ? 0 : begin;
     unit.sequence = sequence_index;
     unit.batch = static_cast<int>(sequence.batch);
-    unit.token = static_cast<int>(sequence.begin);
-    unit.slot = static_cast<int>(sequence.first_slot);
+    unit.token = static_cast<int>(sequence.begin) + first * kRows;
+    unit.slot = first_slot + first;
     unit.head = part / args.value_tiles;
     unit.key_head = unit.head / static_cast<int>(args.group);
     unit.value_tile = part - unit.head * args.value_tiles;
-    unit.num_chunks = static_cast<int>((sequence.length + kRows - 1) / kRows);
-    unit.tail_length = static_cast<int>(sequence.length) - (unit.num_chunks - 1) * kRows;
+    unit.num_chunks = end - first;
+    unit.tail_length = has_last ? static_cast<int>(sequence.length) - (chunks - 1) * kRows : kRows;
+    unit.first_stored = begin - first;
+    unit.enters = args.initial_state;
+    unit.leaves = {};
+    if (adjoint) {
+      unit.enters = has_last ? args.grad_final_state : carried_state(args, window.end, kKeyDim);
+      unit.leaves = has_first ? args.dh0 : carried_state(args, window.begin, kKeyDim);
+    } else if (!from_start) {
+      unit.enters = kept_state(args, window.number(window.begin), kKeyDim);
+    }
     for (int s = 0; s < kStages; ++s) {
       mbarrier_init(shared.full_barrier(s), 1);
       mbarrier_init(shared.empty_barrier(s), 1);

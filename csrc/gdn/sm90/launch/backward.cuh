@@ -29,7 +29,7 @@ template <class T, int kKeyDim, int kValueDim>
 void launch_gradient_for(const GradientArgs& args, device::Stream stream) {
   using Shared = GradientShared<kKeyDim, kValueDim>;
   static_assert(sizeof(Shared) <= 227 * 1024);
-  const int64_t items = args.sequences.num_slots() * args.heads;
+  const int64_t items = static_cast<int64_t>(args.window.slots()) * args.heads;
   device::launch_dependent<gradient_kernel<T, kKeyDim, kValueDim>>(
       "gradient",
       {.blocks = std::min<int64_t>(items, device::device_limits().multiprocessors),
