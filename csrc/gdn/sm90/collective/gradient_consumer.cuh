@@ -159,41 +159,48 @@ struct GradientConsumer {
       weight[r] = group == 0 ? 1.0f : load_shared(betas + 4 * (row + 8 * r));
       first[r] = load_shared_byte(firsts + row + 8 * r);
     }
-    const uint32_t sums_at =
-        sums + static_cast<uint32_t>(offsetof(HeadSums, columns)) + 4 * ((4 * group + warp) * kRows + column);
+    const uint32_t sums_at = sums + static_cast<uint32_t>(offsetof(HeadSums, columns)) +
+                             4 * ((4 * group + warp) * kRows + 8 * (lane / 16) + column + lane / 8 % 2);
     float strength[2] = {};
     float pairs[2] = {};
+    const bool upper = (lane & 16) != 0;
+    const bool odd = (lane & 8) != 0;
 #pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      float columns[2] = {};
-      if (n / 2 <= warp) {
-        const int at = 8 * n + column;
-        const float2 other = load_shared_pair(gammas + 4 * at);
+    for (int block = 0; block < 4; ++block) {  // of 16 columns
+      float columns[2][2] = {};
+      if (block <= warp) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const int r = e / 2;
-          const int here = row + 8 * r;
-          const int col = at + e % 2;
-          const float decay = exp2_approx(gamma[r] - (e % 2 == 0 ? other.x : other.y));
-          const float x = coefficient * p[4 * n + e] * decay;
-          const float kept = col >= first[r] && col <= here - group ? x : 0.0f;
-          total[4 * n + e] += weight[r] * kept;
-          const float of_product = col < here ? kept * products[4 * n + e] : 0.0f;
-          strength[r] += of_product;
-          const float pair = weight[r] * of_product;
-          pairs[r] += pair;
-          columns[e % 2] += pair;
+        for (int half = 0; half < 2; ++half) {
+          const int n = 2 * block + half;
+          const int at = 8 * n + column;
+          const float2 other = load_shared_pair(gammas + 4 * at);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const int r = e / 2;
+            const int here = row + 8 * r;
+            const int col = at + e % 2;
+            const float decay = exp2_approx(gamma[r] - (e % 2 == 0 ? other.x : other.y));
+            const float x = coefficient * p[4 * n + e] * decay;
+            const float kept = col >= first[r] && col <= here - group ? x : 0.0f;
+            total[4 * n + e] += weight[r] * kept;
+            const float of_product = col < here ? kept * products[4 * n + e] : 0.0f;
+            strength[r] += of_product;
+            const float pair = weight[r] * of_product;
+            pairs[r] += pair;
+            columns[half][e % 2] += pair;
+          }
         }
       }
-      // The sum over the warp's rows.
+      // The sum over the warp's rows: of the four sums that a lane has a share in, it ends up with one.
+      float kept[2];
 #pragma unroll
-      for (int mask = 4; mask < 32; mask <<= 1) {
-        columns[0] += shuffle_xor(columns[0], mask);
-        columns[1] += shuffle_xor(columns[1], mask);
+      for (int e = 0; e < 2; ++e) {
+        kept[e] = (upper ? columns[1][e] : columns[0][e]) + shuffle_xor(upper ? columns[0][e] : columns[1][e], 16);
       }
-      if (lane < 4) {
-        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(sums_at + 32 * n), "f"(columns[0]), "f"(columns[1])
-                     : "memory");
+      float sum = (odd ? kept[1] : kept[0]) + shuffle_xor(odd ? kept[0] : kept[1], 8);
+      sum += shuffle_xor(sum, 4);
+      if ((lane & 4) == 0) {
+        asm volatile("st.shared.f32 [%0], %1;" ::"r"(sums_at + 64 * block), "f"(sum) : "memory");
       }
     }
 #pragma unroll
@@ -233,10 +240,18 @@ struct GradientConsumer {
     }
   }
 
+  // The thread's index, read anew: addresses made of one that is known are made ahead of the loop over items, kept for
+  // all of it, and spilled (nvcc 13.0).
+  __device__ __forceinline__ static int thread_anew() {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+  }
   // Rounds to a tile whose rows are tokens.
   __device__ __forceinline__ static void put_tile(uint32_t tile, const float (&d)[32]) {
-    const int lane = lane_id();
-    const uint32_t row = tile + (16 * (warpgroup_thread() / 32) + (lane & 7) + ((lane >> 3) & 1) * 8) * 128;
+    const int thread = thread_anew();
+    const int lane = thread & 31;
+    const uint32_t row = tile + (16 * (thread / 32 & 3) + (lane & 7) + ((lane >> 3) & 1) * 8) * 128;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       stmatrix_x4(row + (((2 * j + (lane >> 4)) ^ (lane & 7)) * 16), pack_operand<T>(d[8 * j], d[8 * j + 1]),
@@ -266,7 +281,7 @@ struct GradientConsumer {
       float products[32];  // Q K^T or K K^T
       float x[32];
       if (has_tail) trim(shared.q(0), 2 * kKeyTiles, length);
-      multiply_rows<kKeyTiles>(products, group == 0 ? shared.q(0) : shared.k(0), shared.k(0));
+      multiply_rows<kKeyTiles>(products, shared.q(group * kKeyTiles), shared.k(0));  // q or, behind it, k
       float total[32] = {};
       float dq[32] = {};
       float dk[32] = {};
@@ -319,8 +334,7 @@ struct GradientConsumer {
         for (int i = 0; i < kValueTiles; ++i) wait_full(D.ahead(i));
         const float states = warp_sum(multiply_states(S, D));
         if (lane_id() == 0) {
-          const uint32_t at =
-              sums + static_cast<uint32_t>(offsetof(HeadSums, states)) + 4 * (static_cast<int>(threadIdx.x) / 32);
+          const uint32_t at = sums + static_cast<uint32_t>(offsetof(HeadSums, states)) + 4 * (thread_anew() / 32);
           asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(states) : "memory");
         }
         multiply_state(x, shared.slot(residual.slot), D);  // V' D^T

@@ -41,9 +41,9 @@ struct GradientHelpers {
       begin(count * kTileBytes + beside);
       bulk_load(shared.slot(place.slot), tiles, count * kTileBytes, shared.full_barrier(place.slot));
     };
-    load_piece(args.residual + stored * kValueTiles, kValueTiles);
     load_piece(args.dW + stored * kValueTiles, kValueTiles, sizeof(ChunkFactors));
     bulk_load(shared.factor(buffer), args.factors + index, sizeof(ChunkFactors), shared.full_barrier(place.slot));
+    load_piece(args.residual + stored * kValueTiles, kValueTiles);
 #pragma unroll
     for (int i = 0; i < kValueTiles; ++i) load_piece(args.S + (stored * kValueTiles + i) * kKeyTiles, kKeyTiles);
 #pragma unroll
@@ -88,7 +88,6 @@ struct GradientHelpers {
   // <dW, v>, and dv = beta dW. By two warps, each every other group of 4 rows.
   __device__ __forceinline__ void run_values(int warp) const {
     constexpr int kRowsAtOnce = 8;  // of both warps; a lane takes a piece of 8 columns of one row
-    constexpr int kSteps = 2;       // whose loads are under way together
     const int first_row = 4 * warp + lane_id() / 8;
     const int piece = lane_id() & 7;
     RingPlace place;
@@ -97,29 +96,20 @@ struct GradientHelpers {
 #pragma unroll 1
       for (int j = 0; j < args.group; ++j) {
         const int head = item.key_head * args.group + j;
-        const RingPlace dw = place.ahead(2);
-        const T* v = static_cast<const T*>(args.v.data) + args.v.offset(item.batch, item.token, head) + 8 * piece;
-        T* dv = static_cast<T*>(args.dv.data) + args.dv.offset(item.batch, item.token, head) + 8 * piece;
+        const RingPlace dw = place.ahead(Shared::kDW);
         const int buffer = heads & 1;
         const uint32_t betas = shared.factor(buffer) + static_cast<uint32_t>(offsetof(ChunkFactors, beta));
+        mbarrier_wait(shared.full_barrier(dw.slot), dw.phase);
 #pragma unroll 1
-        for (int begin = 0; begin < kRows; begin += kSteps * kRowsAtOnce) {
-          uint4 x[kSteps][kValueTiles];
+        for (int row = first_row; row < kRows; row += kRowsAtOnce) {
+          float sum = 0.0f;
+          if (row < item.length) {
+            const T* v = static_cast<const T*>(args.v.data) + args.v.offset(item.batch, item.token + row, head);
+            uint4 x[kValueTiles];
 #pragma unroll
-          for (int step = 0; step < kSteps; ++step) {
-            // Rows past the end repeat the last one: what they give is not used.
-            const int row = min(begin + step * kRowsAtOnce + first_row, item.length - 1);
-#pragma unroll
-            for (int i = 0; i < kValueTiles; ++i) {
-              x[step][i] = *reinterpret_cast<const uint4*>(v + row * args.v.stride[1] + 64 * i);
-            }
-          }
-          if (begin == 0) mbarrier_wait(shared.full_barrier(dw.slot), dw.phase);
-#pragma unroll
-          for (int step = 0; step < kSteps; ++step) {
-            const int row = begin + step * kRowsAtOnce + first_row;
+            for (int i = 0; i < kValueTiles; ++i) x[i] = *reinterpret_cast<const uint4*>(v + 8 * piece + 64 * i);
             const float beta = load_shared(betas + 4 * row);
-            float sum = 0.0f;
+            T* dv = static_cast<T*>(args.dv.data) + args.dv.offset(item.batch, item.token + row, head);
 #pragma unroll
             for (int i = 0; i < kValueTiles; ++i) {
               const uint4 w = load_shared_vector(shared.slot(dw.slot) + i * kTileBytes + swizzled(row, piece));
@@ -129,13 +119,12 @@ struct GradientHelpers {
                 sum += a.x * b.x + a.y * b.y;
                 return pack2<T>(beta * b.x, beta * b.y);
               };
-              const uint4 out = {take(x[step][i].x, w.x), take(x[step][i].y, w.y), take(x[step][i].z, w.z),
-                                 take(x[step][i].w, w.w)};
-              if (args.dv && row < item.length) *reinterpret_cast<uint4*>(dv + row * args.dv.stride[1] + 64 * i) = out;
+              const uint4 out = {take(x[i].x, w.x), take(x[i].y, w.y), take(x[i].z, w.z), take(x[i].w, w.w)};
+              if (args.dv) *reinterpret_cast<uint4*>(dv + 8 * piece + 64 * i) = out;
             }
-            sum = group_sum<8>(sum);
-            if (piece == 0) memory.sums[buffer].values[row] = sum;
           }
+          sum = group_sum<8>(sum);
+          if (piece == 0) memory.sums[buffer].values[row] = sum;
         }
         sync_warp();
         if (lane_id() == 0) {
@@ -248,15 +237,14 @@ struct GradientHelpers {
   }
 
   __device__ __forceinline__ void run() const {
-    switch (static_cast<GradientHelper>(warp_id() & 3)) {
+    const int warp = warp_id() & 3;
+    switch (static_cast<GradientHelper>(warp)) {
       case GradientHelper::kLoader:
         return run_loader();
       case GradientHelper::kGate:
         return run_gate();
-      case GradientHelper::kValues0:
-        return run_values(0);
       default:
-        return run_values(1);
+        return run_values(warp - static_cast<int>(GradientHelper::kValues0));
     }
   }
 };

@@ -4,7 +4,7 @@
 // value head brings comes in pieces of up to kSlotTiles tiles, through a ring of slots that runs on over heads and
 // items:
 //
-//   dO | V' | dW | S, by blocks of 64 value columns | D, likewise
+//   dO | dW | V' | S, by blocks of 64 value columns | D, likewise        in the order in which they are left
 //
 //   full[s]        the piece of slot s has landed (with dW: the factors of the head)   loader -> all
 //   empty[s]       everybody has read it; who waits for full[s] must arrive here       all -> loader
@@ -20,8 +20,8 @@ namespace cula::gdn::sm90 {
 
 inline constexpr int kGradientConsumers = 2;  // warpgroups
 inline constexpr int kGradientThreads = (kGradientConsumers + 1) * kWarpgroupThreads;
-inline constexpr int kGradientConsumerRegisters = 216;
-inline constexpr int kGradientHelperRegisters = 72;
+inline constexpr int kGradientConsumerRegisters = 224;
+inline constexpr int kGradientHelperRegisters = 56;
 inline constexpr int kRingSlots = 10;
 
 // Warps of the third warpgroup.
@@ -83,6 +83,8 @@ struct GradientShared {
   static constexpr int kSlotTiles = kKeyTiles > kValueTiles ? kKeyTiles : kValueTiles;
   static constexpr int kSlotBytes = kSlotTiles * kTileBytes;
   static constexpr int kPieces = 3 + 2 * kValueTiles;  // of a value head
+  static constexpr int kDW = 1;
+  static constexpr int kResidual = 2;
   static constexpr int kFirstS = 3;
   static constexpr int kFirstD = 3 + kValueTiles;
   static_assert(kPieces <= kRingSlots);
