@@ -114,6 +114,11 @@ __device__ __forceinline__ unsigned char* dynamic_shared_memory() {
   extern __shared__ __align__(128) unsigned char cula_dynamic_shared[];
   return cula_dynamic_shared;
 }
+// The same, aligned for tiles in the 128-byte swizzle.
+__device__ __forceinline__ unsigned char* swizzled_shared_memory() {
+  extern __shared__ __align__(1024) unsigned char cula_swizzled_shared[];
+  return cula_swizzled_shared;
+}
 #endif
 
 }  // namespace cula::device

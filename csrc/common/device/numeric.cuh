@@ -93,6 +93,14 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+// Infinities of a pair of fp16 become the largest finite number of their sign; NaN stays.
+__device__ __forceinline__ uint32_t clamp_fp16_pair(uint32_t pair) {
+  constexpr uint32_t kLargest = 0x7bff7bff;  // 65504, twice
+  // The smaller magnitude, with the sign of the first operand (the second has none).
+  asm("min.NaN.xorsign.abs.f16x2 %0, %0, %1;" : "+r"(pair) : "r"(kLargest));
+  return pair;
+}
+
 __device__ __forceinline__ float load_float(const void* data, DType dtype, int64_t index) {
   switch (dtype) {
     case DType::kBFloat16:

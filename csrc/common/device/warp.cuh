@@ -10,6 +10,13 @@ namespace cula::device {
 inline constexpr unsigned kAllLanes = 0xffffffffu;
 
 __device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x & 31); }
+// threadIdx.x, read anew: addresses made of one that is known are made ahead of loops, kept for all of them, and
+// spilled where registers are short (nvcc 13.0).
+__device__ __forceinline__ int thread_index_anew() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
+}
 // Uniform over the warp, and known to be so by the compiler. A shuffle: every lane must take part, as in all of this
 // file, so never inside a branch on the lane.
 __device__ __forceinline__ int warp_id() { return __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x >> 5), 0); }

@@ -107,7 +107,7 @@ struct BackwardOperands {
 // Operands that the copy engine can not read or write go through the general kernels. These need more memory, which is
 // got from the stream's pool: reserving it would double what every other call asks for.
 void run_general(const Plan& plan, const BackwardTensors& t, Stream stream_handle) {
-  const auto stream = static_cast<device::Stream>(stream_handle);
+  const auto stream = static_cast<cudaStream_t>(stream_handle);
   Workspace workspace;
   workspace.bytes = cuda::backward_workspace_bytes(plan);
   device::check_cuda(cudaMallocAsync(&workspace.data, std::max<size_t>(workspace.bytes, 1), stream),

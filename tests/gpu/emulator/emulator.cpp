@@ -46,12 +46,19 @@ struct Meeting {
   const char* operation = nullptr;
 };
 
+struct GroupMeeting {
+  int arrived = 0;
+  uint64_t round = 0;
+  void* slots[128] = {};
+};
+
 struct Block {
   std::vector<Thread> threads;
   std::vector<std::vector<char>> stacks;
   std::vector<Meeting> warps;
   std::vector<int> held_up;  // turns for which a warp does not run
   Meeting barriers[16];
+  std::vector<GroupMeeting> warpgroups;
   std::vector<unsigned char> shared;
   Index block, size, grid;
   int current = 0;
@@ -88,7 +95,7 @@ Index block_index() { return g.block; }
 Index block_size() { return g.size; }
 Index grid_size() { return g.grid; }
 unsigned char* shared_memory() {
-  return reinterpret_cast<unsigned char*>((reinterpret_cast<uintptr_t>(g.shared.data()) + 127) / 128 * 128);
+  return reinterpret_cast<unsigned char*>((reinterpret_cast<uintptr_t>(g.shared.data()) + 1023) / 1024 * 1024);
 }
 
 void yield() {
@@ -127,6 +134,21 @@ void meet_block(int barrier, int threads) {
   while (meeting.round == round) yield();
 }
 
+void meet_warpgroup(void* mine, const std::function<void(void* const*)>& combine) {
+  GroupMeeting& meeting = g.warpgroups[current().warp / 4];
+  meeting.slots[current().thread.x % 128] = mine;
+  if (++meeting.arrived == 128) {
+    combine(meeting.slots);
+    meeting.arrived = 0;
+    ++meeting.round;
+    return;
+  }
+  const uint64_t round = meeting.round;
+  while (meeting.round == round) yield();
+}
+
+void fault(const char* what, const char* operation) { fail(what, operation); }
+
 void run_grid(int64_t blocks, int threads, size_t shared_bytes, const std::function<void()>& kernel) {
   g.size = {static_cast<unsigned>(threads)};
   g.grid = {static_cast<unsigned>(blocks)};
@@ -134,10 +156,11 @@ void run_grid(int64_t blocks, int threads, size_t shared_bytes, const std::funct
   if (static_cast<int>(g.stacks.size()) < threads) g.stacks.resize(threads, std::vector<char>(kStackBytes));
   for (int64_t b = 0; b < blocks; ++b) {
     g.block = {static_cast<unsigned>(b)};
-    g.shared.assign(shared_bytes + 128, 0xff);
+    g.shared.assign(shared_bytes + 1024, 0xff);
     g.threads.assign(threads, Thread{});
     g.warps.assign((threads + 31) / 32, Meeting{});
     g.held_up.assign(g.warps.size(), 0);
+    g.warpgroups.assign((threads + 127) / 128, GroupMeeting{});
     for (Meeting& meeting : g.barriers) meeting = Meeting{};
     for (int i = 0; i < threads; ++i) {
       Thread& thread = g.threads[i];

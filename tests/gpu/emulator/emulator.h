@@ -9,6 +9,7 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -20,11 +21,15 @@
 #undef __host__
 #undef __forceinline__
 #undef __launch_bounds__
+#undef __shared__
+#undef __grid_constant__
 #define __device__
 #define __global__
 #define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __shared__ static  // blocks run one after the other
+#define __grid_constant__
 
 namespace cula::emulator {
 
@@ -53,6 +58,8 @@ void yield();
 void meet_warp(const char* operation, void* mine, const std::function<void(void* const*)>& combine);
 void meet_block(int barrier, int threads);
 void arrive_block(int barrier, int threads);  // is counted in and goes on
+void meet_warpgroup(void* mine, const std::function<void(void* const*)>& combine);
+[[noreturn]] void fault(const char* what, const char* operation);
 void run_grid(int64_t blocks, int threads, size_t shared_bytes, const std::function<void()>& kernel);
 
 inline float uint_as_float(unsigned bits) {
@@ -68,6 +75,15 @@ inline float uint_as_float(unsigned bits) {
 #define blockDim (cula::emulator::block_size())
 #define gridDim (cula::emulator::grid_size())
 
+using std::max;
+using std::min;
+inline double __hiloint2double(int high, int low) {
+  const uint64_t bits = static_cast<uint64_t>(static_cast<uint32_t>(high)) << 32 | static_cast<uint32_t>(low);
+  double x;
+  std::memcpy(&x, &bits, 8);
+  return x;
+}
+inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline float __uint_as_float(unsigned bits) { return cula::emulator::uint_as_float(bits); }

@@ -18,7 +18,6 @@
 #pragma once
 
 #include "gdn/sm90/collective/pipeline.cuh"
-#include "gdn/sm90/collective/state.cuh"
 
 namespace cula::gdn::sm90 {
 
@@ -190,7 +189,7 @@ struct ScanFeeder {
       const uint32_t rows = shared.stage(stage) + tile * kTileBytes + unit.tail_length * 128;
 #pragma unroll 1
       for (int i = thread; i < pieces; i += kWarpgroupThreads) {
-        asm volatile("st.shared.v4.u32 [%0], {%1,%1,%1,%1};" ::"r"(rows + 16 * i), "r"(0) : "memory");
+        clear_shared_vector(rows + 16 * i);
       }
     }
     fence_async_shared();
@@ -253,7 +252,7 @@ struct ScanFeeder {
     const int n = unit.num_chunks;
     if constexpr (kAdjoint) {  // above the diagonal blocks the buffers stay zero
       for (int i = thread; i < kScoreBuffers * kTileBytes / 16; i += kWarpgroupThreads) {
-        asm volatile("st.shared.v4.u32 [%0], {%1,%1,%1,%1};" ::"r"(shared.score(0) + 16 * i), "r"(0) : "memory");
+        clear_shared_vector(shared.score(0) + 16 * i);
       }
     }
     if (thread == 0) {
@@ -394,10 +393,7 @@ struct ScanState {
   __device__ __forceinline__ static void load_values(uint32_t (&x)[16], uint32_t tile, uint32_t value_at) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                   : "=r"(x[4 * j]), "=r"(x[4 * j + 1]), "=r"(x[4 * j + 2]), "=r"(x[4 * j + 3])
-                   : "r"(tile + value_at + j * 2048)
-                   : "memory");
+      ldmatrix_x4_trans(reinterpret_cast<uint32_t(&)[4]>(x[4 * j]), tile + value_at + j * 2048);
     }
   }
 
@@ -452,7 +448,7 @@ struct ScanState {
     if (!leader) return;
     bulk_store(rows + image(rows_chunk), shared.rows(), kTileBytes);
     tma_store_commit();
-    tma_store_wait();
+    tma_store_wait_read();
   }
 };
 

@@ -23,17 +23,25 @@ struct GradientConsumer {
   typename Shared::Map shared;
   int group;  // index of the warpgroup
 
+  __device__ __forceinline__ static int load_int(uint32_t address) {
+    return static_cast<int>(load_shared_word(address));
+  }
   __device__ __forceinline__ int item_length() const {
-    return load_shared_int(shared.item() + static_cast<uint32_t>(offsetof(GradientItem, length)));
+    return load_int(shared.item() + static_cast<uint32_t>(offsetof(GradientItem, length)));
   }
   __device__ __forceinline__ GradientItem load_item() const {
     GradientItem item;
-    item.key_head = load_shared_int(shared.item() + static_cast<uint32_t>(offsetof(GradientItem, key_head)));
-    item.batch = load_shared_int(shared.item() + static_cast<uint32_t>(offsetof(GradientItem, batch)));
-    item.token = load_shared_int(shared.item() + static_cast<uint32_t>(offsetof(GradientItem, token)));
+    item.key_head = load_int(shared.item() + static_cast<uint32_t>(offsetof(GradientItem, key_head)));
+    item.batch = load_int(shared.item() + static_cast<uint32_t>(offsetof(GradientItem, batch)));
+    item.token = load_int(shared.item() + static_cast<uint32_t>(offsetof(GradientItem, token)));
     item.length = item_length();
     item.slot = 0;  // not needed here
     return item;
+  }
+  // This thread's first row of an accumulator; the other one is 8 further on.
+  __device__ __forceinline__ static int first_row() {
+    const int thread = thread_index_anew();
+    return (thread / 32 & 3) * 16 + (thread & 31) / 4;
   }
   __device__ __forceinline__ int key_tile() const { return kKeyTiles == 2 ? group : 0; }
   __device__ __forceinline__ static void sync_consumers() {
@@ -54,9 +62,7 @@ struct GradientConsumer {
     for (int tile = 0; tile < count; ++tile) {
 #pragma unroll 1
       for (int i = static_cast<int>(threadIdx.x); i < pieces; i += kGradientConsumers * kWarpgroupThreads) {
-        asm volatile("st.shared.v4.u32 [%0], {%1,%1,%1,%1};" ::"r"(tiles + tile * kTileBytes + length * 128 + 16 * i),
-                     "r"(0)
-                     : "memory");
+        clear_shared_vector(tiles + tile * kTileBytes + length * 128 + 16 * i);
       }
     }
     fence_async_shared();
@@ -142,8 +148,9 @@ struct GradientConsumer {
   // What the pairs of rows add: `p` is dO V'^T or dW V'^T, `products` Q K^T or K K^T.
   __device__ __forceinline__ void add_pairs(float (&total)[32], const float (&p)[32], const float (&products)[32],
                                             uint32_t factors, uint32_t sums) const {
-    const int lane = lane_id();
-    const int warp = warpgroup_thread() / 32;
+    const int thread = thread_index_anew();
+    const int lane = thread & 31;
+    const int warp = thread / 32 & 3;
     const int row = warp * 16 + lane / 4;
     const int column = 2 * (lane & 3);
     const uint32_t gammas = factors + static_cast<uint32_t>(offsetof(ChunkFactors, gamma));
@@ -200,7 +207,7 @@ struct GradientConsumer {
       float sum = (odd ? kept[1] : kept[0]) + shuffle_xor(odd ? kept[0] : kept[1], 8);
       sum += shuffle_xor(sum, 4);
       if ((lane & 4) == 0) {
-        asm volatile("st.shared.f32 [%0], %1;" ::"r"(sums_at + 64 * block), "f"(sum) : "memory");
+        store_shared(sums_at + 64 * block, sum);
       }
     }
 #pragma unroll
@@ -213,23 +220,22 @@ struct GradientConsumer {
     const float sum = group_sum<4>(share);
     if ((lane_id() & 3) != 0) return;
     const int line = group * static_cast<int>(RowSum::kCount) + static_cast<int>(kind);
-    asm volatile("st.shared.f32 [%0], %1;" ::"r"(sums + 4 * (line * kRows + row)), "f"(sum) : "memory");
+    store_shared(sums + 4 * (line * kRows + row), sum);
   }
 
   // d += sign[row] factor[row] x, and the row sums of factor x o tile, `tile` being this warpgroup's of q or k.
   __device__ __forceinline__ void add_rows(float (&d)[32], const float (&x)[32], const float (&factor)[2],
                                            const float (&sign)[2], uint32_t tile, uint32_t sums, RowSum kind) const {
-    const int lane = lane_id();
-    const int row = warpgroup_thread() / 32 * 16 + lane / 4;
+    const int thread = thread_index_anew();
+    const int lane = thread & 31;
+    const int row = (thread / 32 & 3) * 16 + lane / 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const uint32_t line = tile + (row + 8 * r) * 128 + 4 * (lane & 3);
       float sum = 0.0f;
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
-        uint32_t bits;
-        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(bits) : "r"(line + ((n ^ (lane / 4)) * 16)));
-        const float2 y = unpack2<T>(bits);
+        const float2 y = unpack2<T>(load_shared_word(line + ((n ^ (lane / 4)) * 16)));
         const float a = factor[r] * x[4 * n + 2 * r];
         const float b = factor[r] * x[4 * n + 2 * r + 1];
         sum += a * y.x + b * y.y;
@@ -240,16 +246,9 @@ struct GradientConsumer {
     }
   }
 
-  // The thread's index, read anew: addresses made of one that is known are made ahead of the loop over items, kept for
-  // all of it, and spilled (nvcc 13.0).
-  __device__ __forceinline__ static int thread_anew() {
-    int thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return thread;
-  }
   // Rounds to a tile whose rows are tokens.
   __device__ __forceinline__ static void put_tile(uint32_t tile, const float (&d)[32]) {
-    const int thread = thread_anew();
+    const int thread = thread_index_anew();
     const int lane = thread & 31;
     const uint32_t row = tile + (16 * (thread / 32 & 3) + (lane & 7) + ((lane >> 3) & 1) * 8) * 128;
 #pragma unroll
@@ -270,7 +269,6 @@ struct GradientConsumer {
   }
 
   __device__ __forceinline__ void run() const {
-    const int row = warpgroup_thread() / 32 * 16 + lane_id() / 4;
     int heads = 0;  // so far
 #pragma unroll 1
     while (true) {
@@ -292,11 +290,12 @@ struct GradientConsumer {
         const RingPlace place = RingPlace::of_piece(heads * Shared::kPieces);
         const uint32_t sums = shared.sums(heads & 1);
         const uint32_t factors = shared.factor(heads & 1);
-        const RingPlace residual = place.ahead(1);
-        const RingPlace dW = place.ahead(2);
+        const RingPlace residual = place.ahead(Shared::kResidual);
+        const RingPlace dW = place.ahead(Shared::kDW);
         const RingPlace S = place.ahead(Shared::kFirstS);
         const RingPlace D = place.ahead(Shared::kFirstD);
         const auto row_factors = [&](float(&f)[2], size_t which) {
+          const int row = first_row();
           f[0] = load_shared(factors + static_cast<uint32_t>(which) + 4 * row);
           f[1] = load_shared(factors + static_cast<uint32_t>(which) + 4 * row + 32);
         };
@@ -322,11 +321,10 @@ struct GradientConsumer {
         release(dW, true);
         row_factors(factor, offsetof(ChunkFactors, gamma));
         row_factors(sign, offsetof(ChunkFactors, beta));
-        const int first_restart =
-            load_shared_int(factors + static_cast<uint32_t>(offsetof(ChunkFactors, first_restart)));
+        const int first_restart = load_int(factors + static_cast<uint32_t>(offsetof(ChunkFactors, first_restart)));
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          factor[r] = row + 8 * r < first_restart ? exp2_approx(factor[r]) : 0.0f;
+          factor[r] = first_row() + 8 * r < first_restart ? exp2_approx(factor[r]) : 0.0f;
           sign[r] = -sign[r];
         }
         add_rows(dk, x, factor, sign, shared.k(key_tile()), sums, RowSum::kResidual);
@@ -334,8 +332,8 @@ struct GradientConsumer {
         for (int i = 0; i < kValueTiles; ++i) wait_full(D.ahead(i));
         const float states = warp_sum(multiply_states(S, D));
         if (lane_id() == 0) {
-          const uint32_t at = sums + static_cast<uint32_t>(offsetof(HeadSums, states)) + 4 * (thread_anew() / 32);
-          asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(states) : "memory");
+          const uint32_t at = sums + static_cast<uint32_t>(offsetof(HeadSums, states)) + 4 * (thread_index_anew() / 32);
+          store_shared(at, states);
         }
         multiply_state(x, shared.slot(residual.slot), D);  // V' D^T
         wgmma_wait<0>();
@@ -402,7 +400,7 @@ struct GradientConsumer {
       }
       if (leader) mbarrier_arrive(shared.keys_empty_barrier());
     }
-    if (warpgroup_thread() == 0) tma_store_wait();
+    if (warpgroup_thread() == 0) tma_store_wait_read();
   }
 };
 

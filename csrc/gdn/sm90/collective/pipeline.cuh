@@ -10,6 +10,7 @@
 
 #include "common/device/ldmatrix.cuh"
 #include "common/device/mbarrier.cuh"
+#include "common/device/shared.cuh"
 #include "common/device/stmatrix.cuh"
 #include "common/device/tma.cuh"
 #include "common/device/warpgroup.cuh"
@@ -135,31 +136,5 @@ struct ForwardArgs {
   float* transitions;
   int32_t* independent;
 };
-
-__device__ __forceinline__ float2 load_shared_pair(uint32_t address) {
-  float2 pair;
-  asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(address));
-  return pair;
-}
-__device__ __forceinline__ float load_shared(uint32_t address) {
-  float x;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address));
-  return x;
-}
-__device__ __forceinline__ uint4 load_shared_vector(uint32_t address) {
-  uint4 x;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address));
-  return x;
-}
-__device__ __forceinline__ int load_shared_int(uint32_t address) {
-  int x;
-  asm volatile("ld.shared.s32 %0, [%1];" : "=r"(x) : "r"(address));
-  return x;
-}
-__device__ __forceinline__ int load_shared_byte(uint32_t address) {
-  uint32_t x;
-  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(x) : "r"(address));
-  return static_cast<int>(x);
-}
 
 }  // namespace cula::gdn::sm90

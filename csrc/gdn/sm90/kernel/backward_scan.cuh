@@ -24,7 +24,7 @@ __device__ __forceinline__ void run_scan(const ScanArgs& args, const ScanUnit& u
 template <class T, int kKeyDim>
 __global__ void __launch_bounds__(kScanThreads, 1) backward_scan_kernel(const __grid_constant__ ScanArgs args) {
   using Shared = ScanShared<kKeyDim>;
-  extern __shared__ __align__(1024) unsigned char scan_shared[];
+  unsigned char* scan_shared = swizzled_shared_memory();
   Shared& memory = *reinterpret_cast<Shared*>(scan_shared);
   const int heads = static_cast<int>(args.value_heads);
   const int units = static_cast<int>(args.sequences.num_sequences) * heads * args.value_tiles;

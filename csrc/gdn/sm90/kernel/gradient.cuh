@@ -16,7 +16,7 @@ namespace cula::gdn::sm90 {
 template <class T, int kKeyDim, int kValueDim>
 __global__ void __launch_bounds__(kGradientThreads, 1) gradient_kernel(const __grid_constant__ GradientArgs args) {
   using Shared = GradientShared<kKeyDim, kValueDim>;
-  extern __shared__ __align__(1024) unsigned char gradient_shared[];
+  unsigned char* gradient_shared = swizzled_shared_memory();
   Shared& memory = *reinterpret_cast<Shared*>(gradient_shared);
   const typename Shared::Map shared = {shared_address(gradient_shared)};
   launch_dependents();
@@ -53,7 +53,8 @@ static __global__ void __launch_bounds__(32 * kFactorWarps, 4) factors_kernel(co
   Chunk chunk;
   if (!find_chunk(args.sequences, slot, chunk)) return;
   ChunkFactors& mine = factors[warp_id()];
-  make_factors(mine, args.gates, chunk, item - slot * args.value_heads, args.scale);
+  const int64_t head = item - slot * args.value_heads;
+  make_factors(mine, load_gates(args.gates, chunk, head), args.gates, chunk, head, args.scale);
   sync_warp();
   const uint4* source = reinterpret_cast<const uint4*>(&mine);
   uint4* target = reinterpret_cast<uint4*>(args.factors + item);

@@ -8,6 +8,10 @@ namespace cula::device {
 
 using Stream = void*;
 
+inline void check_cuda(cudaError_t status, const char* what) {
+  if (status != cudaSuccess) throw_runtime_error(what, ": error ", static_cast<int>(status));
+}
+
 class DeviceGuard {
  public:
   explicit DeviceGuard(int) {}
@@ -43,5 +47,6 @@ void launch(const char* name, const LaunchShape& shape, const Params& params) {
 }
 
 inline unsigned char* dynamic_shared_memory() { return emulator::shared_memory(); }
+inline unsigned char* swizzled_shared_memory() { return emulator::shared_memory(); }
 
 }  // namespace cula::device

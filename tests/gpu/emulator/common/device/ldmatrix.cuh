@@ -5,6 +5,12 @@
 
 namespace cula::device {
 
+// Addresses of the shared window are offsets from the start of the block's shared memory.
+inline uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(static_cast<const unsigned char*>(pointer) - emulator::shared_memory());
+}
+inline unsigned char* shared_pointer(uint32_t address) { return emulator::shared_memory() + address; }
+
 struct EmulatedLoad {
   uint32_t* r;
   const void* row;
@@ -33,6 +39,8 @@ inline void emulated_ldmatrix(uint32_t (&r)[4], const void* row, bool transposed
 
 inline void ldmatrix_x4(uint32_t (&r)[4], const void* row) { emulated_ldmatrix(r, row, false); }
 inline void ldmatrix_x4_trans(uint32_t (&r)[4], const void* row) { emulated_ldmatrix(r, row, true); }
+
+inline void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t row) { ldmatrix_x4_trans(r, shared_pointer(row)); }
 
 inline uint32_t movmatrix_trans(uint32_t x) {
   emulator::meet_warp("movmatrix", &x, [](void* const* lanes) {

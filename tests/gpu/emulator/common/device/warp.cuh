@@ -5,6 +5,7 @@
 
 namespace cula::device {
 
+inline int thread_index_anew() { return static_cast<int>(threadIdx.x); }
 inline int lane_id() { return emulator::current().lane; }
 // A shuffle on a GPU, so all lanes must meet here too.
 inline int warp_id() {
