@@ -1,6 +1,7 @@
 """Checks the Hopper backend against float64 on an H100 or H200, and times it.
 
     python run_sm90.py --library build/libcula_gdn_test.so [--only NAME] [--no-timing | --no-checks]
+    python run_sm90.py --library libemulated.so --emulated     checks of backward, on the CPU
 
 Prints one line a check and ends with a status other than 0 if any failed. The checks themselves are run_cuda.py's; what
 differs is that the library chooses the backend, and the shapes.
@@ -121,6 +122,27 @@ def long_sequence(run: Runner) -> None:
         run.report(f"long sequence, gates / {1 / gate_scale:g}", errors)
 
 
+def emulated(run: Runner) -> None:
+    """The backward pass, small enough for the emulator."""
+    run.operator("emulated 64x64", Shape(BF16, T=70, H=1, HV=2, K=64, V=64))
+    run.operator("emulated 128x128", Shape(BF16, T=130, H=1, HV=2, K=128, V=128))
+    run.operator("emulated packed", Shape(BF16, T=400, H=1, HV=2, K=128, V=128, offsets=[0, 15, 100, 300, 300, 395]))
+    run.operator(
+        "emulated all flags",
+        Shape(BF16, T=150, H=1, HV=3, K=64, V=128, offsets=[0, 1, 64, 64, 140], l2norm=True, gate=True, sigmoid=True,
+              neg_eigval=True, v_first=True),
+        factor=1.5,
+    )  # fmt: skip
+    run.operator(
+        "emulated resets", Shape(BF16, B=2, T=200, H=1, HV=2, K=128, V=64),
+        Options(resets=(0, 37, 38, 64, 127, 190)),
+    )  # fmt: skip
+    run.operator("emulated fp16", Shape(FP16, B=2, T=300, H=2, HV=2, K=64, V=64))
+    run.operator("emulated no tokens", Shape(BF16, T=0, K=128, V=128))
+    run.operator("emulated strong gates", Shape(BF16, T=128, K=128, V=128), Options(gate_scale=100.0))
+    run.operator("emulated gate -20", Shape(BF16, T=128, K=128, V=128), Options(constant_gate=-20.0))
+
+
 def windows(run: Runner) -> None:
     """Inputs so large that backward goes through them in windows, against the general backend."""
     lengths = (0, 7000, 0, 20001, 4000)
@@ -225,6 +247,34 @@ def all_flags(run: Runner, kernels: bool) -> None:
     run.library.lib.cula_free_plan(plan)
 
 
+# As TIMED, for backward alone: FLA 0.6.0, FlashQLA 0.1.3.
+TIMED_BACKWARD = [
+    (16, 32, 1, 32768, (6.267, 2.970)),
+    (16, 32, 1, 8192, (1.561, 0.823)),
+    (16, 32, 8, 4096, (6.311, 1.936)),
+]
+
+
+def backward_timings(run: Runner) -> None:
+    for H, HV, B, T, peers in TIMED_BACKWARD:
+        shape = Shape(BF16, B=B, T=T, H=H, HV=HV, K=128, V=128)
+        t = to_device(make_inputs(shape, Options(gate_scale=1 / 16)), run.device)
+        saved = run.saved(shape)
+        run.forward(shape, Options(), t, saved=saved)
+        names = ("q", "k", "v", "g", "beta")
+        out = [torch.empty_like(t[name]) for name in names]
+        arguments = [*(t[name] for name in names), None, None, t["h0"], t["do"], t["dht"], *saved, None]
+        plan = run.library.plan(shape)
+        call = run.library.prepared("backward", plan, [*arguments, *out, None, None, torch.empty_like(t["h0"])], kind=2)
+        taken = milliseconds(call, 30)
+        workspace = run.library.lib.cula_workspace(plan, 2) / 2**20
+        print(
+            f"backward {H}/{HV} {B}x{T}: {taken:.4f} ms, best peer {min(peers):.3f}, ratio {min(peers) / taken:.2f}; "
+            f"workspace {workspace:.0f} MiB", flush=True,
+        )  # fmt: skip
+        run.library.lib.cula_free_plan(plan)
+
+
 def short_call(run: Runner) -> None:
     for T in (64, 512):
         shape = Shape(BF16, T=T, H=16, HV=32, K=128, V=128)
@@ -250,14 +300,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--library", required=True)
     parser.add_argument("--only", default="", help="checks whose name contains this")
+    parser.add_argument("--emulated", action="store_true", help="checks of backward on the emulator")
     parser.add_argument("--no-timing", action="store_true")
     parser.add_argument("--no-checks", action="store_true")
     parser.add_argument("--kernels", action="store_true", help="time by kernel")
     parser.add_argument("--json", type=pathlib.Path, help="write the figures there")
     arguments = parser.parse_args()
-    library = Library(arguments.library, "cuda", any_backend=True)
+    library = Library(arguments.library, "cpu" if arguments.emulated else "cuda", any_backend=True)
     run = Runner(library, arguments.only)
     start = time.time()
+    if arguments.emulated:
+        emulated(run)
+        print(f"{run.count - len(run.failures)} of {run.count} checks passed", flush=True)
+        return 1 if run.failures or run.count == 0 else 0
     if not arguments.no_checks:
         described = library.describe(Shape(BF16, K=128, V=128))
         chosen = "backend sm90" in described
@@ -276,6 +331,7 @@ def main() -> int:
             print("failed:", failure, flush=True)
     if not arguments.no_timing:
         timings(run, arguments.kernels, arguments.json)
+        backward_timings(run)
         all_flags(run, arguments.kernels)
         short_call(run)
     return 1 if run.failures or (run.count == 0 and not arguments.no_checks) else 0

@@ -1,0 +1,24 @@
+// The Hopper backend as the emulator has it: its backward pass; everything else is the general backend's. Link it in
+// place of csrc/gdn/sm90/forward.cu and the instantiations that belong to that.
+#include "gdn/backend.h"
+#include "gdn/sm90/operator.h"
+
+namespace cula::gdn {
+
+namespace sm90 {
+
+bool runs_on(int) { return true; }
+
+}  // namespace sm90
+
+const BackendTable& sm90_backend() {
+  static const BackendTable kTable = [] {
+    BackendTable table = cuda_backend();
+    table.backward_workspace_bytes = sm90::backward_workspace_bytes;
+    table.backward = sm90::backward;
+    return table;
+  }();
+  return kTable;
+}
+
+}  // namespace cula::gdn
