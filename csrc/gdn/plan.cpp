@@ -145,7 +145,8 @@ std::string Plan::describe() const {
     text += concat("\n  passes over the chunks: ", choose_scan_schedule(sizes).describe(sizes.longest));
   }
   if (backend_ == Backend::kSm90) {
-    text += concat("\n  forward: ", sm90::choose_schedule(*this).describe(),
+    text += concat("\n  forward: ", sm90::choose_schedule(*this).describe(), "\n  backward: backend ",
+                   sm90::has_own_backward(*this) ? "sm90" : "cuda (sm90 if it is named)",
                    "\n  stages, decoding, and operands whose rows are not aligned to 16 bytes: backend cuda");
   }
   text += concat("\n  workspace: forward ", forward_workspace_bytes(false), " B (", forward_workspace_bytes(true),

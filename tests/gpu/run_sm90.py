@@ -4,7 +4,7 @@
     python run_sm90.py --library libemulated.so --emulated     checks of backward, on the CPU
 
 Prints one line a check and ends with a status other than 0 if any failed. The checks themselves are run_cuda.py's; what
-differs is that the library chooses the backend, and the shapes.
+differs is the backend, and the shapes.
 """
 
 from __future__ import annotations
@@ -113,11 +113,11 @@ def long_sequence(run: Runner) -> None:
         options = Options(gate_scale=gate_scale)
         t = to_device(make_inputs(shape, options), run.device)
         o, ht = run.forward(shape, options, t)
-        run.library.any_backend = False
+        run.library.backend = "cuda"
         try:
             expected_o, expected_ht = run.forward(shape, options, t)
         finally:
-            run.library.any_backend = True
+            run.library.backend = "sm90"
         errors = {"o": (error(o, expected_o), 1e-2), "ht": (error(ht, expected_ht), 1e-2)}
         run.report(f"long sequence, gates / {1 / gate_scale:g}", errors)
 
@@ -158,11 +158,11 @@ def windows(run: Runner) -> None:
         saved = run.saved(shape)
         run.forward(shape, options, t, saved=saved)
         actual = run.backward(shape, options, t, saved)
-        run.library.any_backend = False
+        run.library.backend = "cuda"
         try:
             expected = run.backward(shape, options, t, saved)
         finally:
-            run.library.any_backend = True
+            run.library.backend = "sm90"
         # Two roundings of each result and of what it is made of.
         run.report(f"windows: {name}", {key: (error(actual[key], expected[key]), 1e-2) for key in actual})
 
@@ -306,7 +306,7 @@ def main() -> int:
     parser.add_argument("--kernels", action="store_true", help="time by kernel")
     parser.add_argument("--json", type=pathlib.Path, help="write the figures there")
     arguments = parser.parse_args()
-    library = Library(arguments.library, "cpu" if arguments.emulated else "cuda", any_backend=True)
+    library = Library(arguments.library, "cpu" if arguments.emulated else "cuda", "sm90")
     run = Runner(library, arguments.only)
     start = time.time()
     if arguments.emulated:
@@ -314,8 +314,9 @@ def main() -> int:
         print(f"{run.count - len(run.failures)} of {run.count} checks passed", flush=True)
         return 1 if run.failures or run.count == 0 else 0
     if not arguments.no_checks:
-        described = library.describe(Shape(BF16, K=128, V=128))
-        chosen = "backend sm90" in described
+        library.backend = "auto"
+        chosen = "backend sm90" in library.describe(Shape(BF16, K=128, V=128))
+        library.backend = "sm90"
         run.report("plan: sm90 is chosen here", {"chosen": (0.0 if chosen else INFINITY, 0.0)})
         shapes(run)
         guarded(run, "segments", segments)

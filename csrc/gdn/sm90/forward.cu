@@ -233,8 +233,13 @@ const BackendTable& sm90_backend() {
     BackendTable table = cuda_backend();
     table.forward_workspace_bytes = sm90::forward_workspace_bytes;
     table.forward = sm90::forward;
-    table.backward_workspace_bytes = sm90::backward_workspace_bytes;
-    table.backward = sm90::backward;
+    table.backward_workspace_bytes = [](const Plan& plan) {
+      return sm90::has_own_backward(plan) ? sm90::backward_workspace_bytes(plan) : cuda::backward_workspace_bytes(plan);
+    };
+    table.backward = [](const Plan& plan, const BackwardTensors& t, Workspace workspace, Stream stream) {
+      const auto run = sm90::has_own_backward(plan) ? sm90::backward : cuda::backward;
+      run(plan, t, workspace, stream);
+    };
     return table;
   }();
   return kTable;

@@ -32,6 +32,9 @@ class DLTensor(ctypes.Structure):
     ]
 
 
+BACKENDS = ("cuda", "sm90", "auto")  # as entry.cpp numbers them
+
+
 class CProblem(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("B", "T", "H", "HV", "K", "V", "C")),
@@ -40,7 +43,7 @@ class CProblem(ctypes.Structure):
         ("scale", ctypes.c_double),
         ("code", ctypes.c_uint8),
         ("bits", ctypes.c_uint8),
-        *((name, ctypes.c_uint8) for name in ("l2norm", "gate", "sigmoid", "neg_eigval", "v_first", "any_backend")),
+        *((name, ctypes.c_uint8) for name in ("l2norm", "gate", "sigmoid", "neg_eigval", "v_first", "backend")),
     ]
 
 
@@ -130,9 +133,9 @@ class LibraryError(RuntimeError):
 
 
 class Library:
-    def __init__(self, path: str, device: str, any_backend: bool = False) -> None:
+    def __init__(self, path: str, device: str, backend: str = "cuda") -> None:
         self.lib = ctypes.CDLL(path)
-        self.any_backend = any_backend  # the one that the library chooses, instead of cuda
+        self.backend = backend
         self.lib.cula_plan.restype = ctypes.c_void_p
         self.lib.cula_free_plan.argtypes = [ctypes.c_void_p]
         self.lib.cula_workspace.restype = ctypes.c_int64
@@ -146,7 +149,8 @@ class Library:
         problem = CProblem(
             *(shape.B, shape.T, shape.H, shape.HV, shape.K, shape.V, shape.C),
             *(offsets, len(shape.offsets or []), shape.scale, code, bits),
-            *(shape.l2norm, shape.gate, shape.sigmoid, shape.neg_eigval, shape.v_first, self.any_backend),
+            *(shape.l2norm, shape.gate, shape.sigmoid, shape.neg_eigval, shape.v_first),
+            BACKENDS.index(self.backend),
         )
         plan = self.lib.cula_plan(ctypes.byref(problem), 0, self.error, ctypes.c_size_t(1000))
         if not plan:
