@@ -77,6 +77,8 @@ $(gpu_library): build
 test-gpu: $(gpu_library)
 	$(GPU_PYTHON) tests/gpu/run_cuda.py --library $(gpu_library) --isolated --results docs/results \
 	  --commit $(shell git rev-parse --short HEAD) $(GPU_ARGS)
+	! nvidia-smi --query-gpu=compute_cap --format=csv,noheader | grep -q '^9\.0' || \
+	  $(GPU_PYTHON) tests/gpu/run_sm90.py --library $(gpu_library)
 
 # Kernels of every kind on small shapes: the tools run them up to hundreds of times slower.
 sanitize-gpu: $(gpu_library)

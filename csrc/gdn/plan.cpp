@@ -38,6 +38,9 @@ Backend choose_backend(const Problem& problem) {
   if (wanted == Backend::kSm90 && on_cuda) {
     std::string reason;
     if (!kWithSm90) throw_value_error("backend: expected auto, cpu or cuda, got sm90, which this build does not have");
+    if (!is_hopper(problem.device.device_id)) {
+      throw_value_error("backend: expected auto or cuda for a GPU that is not of compute capability 9.0, got sm90");
+    }
     if (!sm90::takes(problem, &reason)) throw_value_error("backend: sm90 does not take this problem: ", reason);
     return Backend::kSm90;
   }
@@ -47,7 +50,7 @@ Backend choose_backend(const Problem& problem) {
     }
     return Backend::kCpu;
   }
-  if (wanted == Backend::kCpu) throw_value_error("backend: expected auto or cuda for CUDA tensors, got cpu");
+  if (wanted == Backend::kCpu) throw_value_error("backend: expected auto, cuda or sm90 for CUDA tensors, got cpu");
   if (!kWithCuda) {
     throw_runtime_error("device: got CUDA tensors, but this build has the cpu backend only; build with CUDA (nvcc)");
   }

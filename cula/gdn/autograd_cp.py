@@ -60,6 +60,18 @@ class Part:
         return not (self.is_one_sequence and self.receives)
 
 
+def _checked_offsets(cu_seqlens: Tensor) -> list[int]:
+    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
+        raise ValueError(
+            f"cp_context: expected cu_seqlens [N + 1] of int32 or int64, got {list(cu_seqlens.shape)} of "
+            f"{cu_seqlens.dtype}"
+        )
+    offsets: list[int] = cu_seqlens.tolist()
+    if offsets[0] != 0 or offsets != sorted(offsets):
+        raise ValueError(f"cp_context: expected ascending cu_seqlens from 0, got {offsets}")
+    return offsets
+
+
 @dataclass(frozen=True)
 class Partition:
     """A rank's view of a context, FLA's or ours."""
@@ -74,18 +86,25 @@ class Partition:
     def of(context: Any, rank: int, world_size: int) -> Partition:
         host = host_offsets(context.cu_seqlens, context.cu_seqlens_cpu)
         assert host is not None  # cu_seqlens is there
-        offsets: list[int] = host.tolist()
+        offsets = _checked_offsets(host)
         N = len(offsets) - 1
         layout = getattr(context, "layout", "contiguous")
         if layout == "contiguous":
             parts: tuple[Part, ...] = (Part(rank, 0, N - 1, context.pre_num_ranks, context.post_num_ranks),)
         elif layout == "zigzag":
             slots, front = (rank, 2 * world_size - 1 - rank), context.front_num_seqs
+            if not (isinstance(front, int) and 0 < front < N and 2 * offsets[front] == offsets[-1]):
+                raise ValueError(
+                    f"cp_context: expected front_num_seqs sequences in the first half of {offsets}, got {front!r}"
+                )
             pre, post = context.pre_num_ranks_by_part, context.post_num_ranks_by_part
             parts = (Part(slots[0], 0, front - 1, pre[0], post[0]), Part(slots[1], front, N - 1, pre[1], post[1]))
         else:
             raise ValueError(f"cp_context: expected layout 'contiguous' or 'zigzag', got {layout!r}")
         for part in parts:
+            for name, count in (("pre_num_ranks", part.pre), ("post_num_ranks", part.post)):
+                if not isinstance(count, int) or count < 0 or (count > 0 and N == 0):
+                    raise ValueError(f"cp_context: expected a number of ranks for {name}, got {count!r}")
             if part.slot - part.pre < 0 or part.slot + part.post >= len(parts) * world_size:
                 raise ValueError(
                     f"cp_context: expected one of rank {rank} of {world_size}, got sequences that begin {part.pre} "

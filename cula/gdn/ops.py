@@ -78,7 +78,9 @@ def chunk_gated_delta_rule(
             and chunk_size, which is checked where it is on the CPU.
         cp_context: of `cula.gdn.cp.build_cp_context`, or flash-linear-attention's own: the sequences go on on other
             ranks. Tensors are this rank's tokens, B = 1; cu_seqlens and cu_seqlens_cpu are the context's, whatever is
-            passed. Forward and backward take one all-gather each, so every rank of the group must run both. Row n of
+            passed. Forward and backward take one all-gather each, so every rank of the group must run both: its inputs
+            require gradients as the others' do, and its loss depends on its outputs (add 0 * o.sum() where it would
+            not). Gradients of A_log and dt_bias are this rank's share, to be summed over the group. Row n of
             initial_state, final_state and their gradients is local sequence n: initial_state is read where the
             sequence begins on this rank (elsewhere its row has no effect, and gradient 0), final_state is the state
             behind this rank's last token of it, which is the sequence's own where it ends here. A context without a
@@ -87,7 +89,8 @@ def chunk_gated_delta_rule(
         A_log: HV elements, float; required with use_gate_in_kernel.
         dt_bias: HV elements, float; only with use_gate_in_kernel.
         chunk_size: 16, 32 or 64 tokens; the result is the same up to rounding.
-        backend: "cpu" or "cuda"; None lets the library choose for the device of the tensors.
+        backend: "cpu", "cuda" or "sm90"; None or "auto" lets the library choose for the device of the tensors. "sm90"
+            named also takes that backend's own backward pass, "auto" the general one (docs/design/hopper_backward.md).
         kwargs: the deprecated spelling transpose_state_layout of state_v_first.
 
     Returns:

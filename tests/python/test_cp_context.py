@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 from kcp import slots_of_rank
 from support import offsets, parametrize
 
+from cula.gdn.autograd_cp import Partition
 from cula.gdn.cp import CPContext, build_cp_context, get_cp_cu_seqlens
 
 # rank: (local offsets, pre, post, is_first, is_last, tokens before)
@@ -191,3 +193,37 @@ def test_copy_for_backward_has_offsets_of_its_own():
     copy.cu_seqlens_cpu.zero_()
     assert context.cu_seqlens.tolist() == context.cu_seqlens_cpu.tolist() == [0, 1, 4]
     assert (copy.pre_num_ranks, copy.post_num_ranks) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"cu_seqlens": torch.tensor([5, 10])},
+        {"cu_seqlens": torch.tensor([0, 7, 3])},
+        {"cu_seqlens": torch.tensor([0.0, 10.0])},
+        {"cu_seqlens": torch.tensor([], dtype=torch.int64)},
+        {"cu_seqlens": torch.tensor([[0, 10]])},
+        {"pre_num_ranks": -1},
+        {"post_num_ranks": -3},
+        {"pre_num_ranks": None},
+        {"pre_num_ranks": 2},
+        {"layout": "zigzag", "front_num_seqs": 0},
+        {"layout": "zigzag", "front_num_seqs": 2},
+        {"layout": "zigzag", "front_num_seqs": 1, "cu_seqlens": torch.tensor([0, 4, 10])},
+        {"layout": "zigzag", "front_num_seqs": None},
+        {"layout": "zigzag", "pre_num_ranks_by_part": (0, -1)},
+    ],
+)
+def test_malformed_contexts_are_refused_by_name(changes):
+    fields = {
+        "cu_seqlens": torch.tensor([0, 5, 10]), "layout": "contiguous", "pre_num_ranks": 1, "post_num_ranks": 0,
+        "front_num_seqs": 1, "pre_num_ranks_by_part": (0, 0), "post_num_ranks_by_part": (0, 0),
+    }  # fmt: skip
+
+    def partition(values):
+        return Partition.of(SimpleNamespace(**values, cu_seqlens_cpu=None), 1, 2)
+
+    partition(fields)
+    partition({**fields, "layout": "zigzag"})
+    with pytest.raises(ValueError, match=r"^cp_context: expected "):
+        partition({**fields, **changes})

@@ -52,6 +52,7 @@ void chunk_gated_delta_rule_bwd_dhu(const Plan& plan, const stages::StateBackwar
   args.dv2 = token_arg(t.dv2, "dv2", call.dtype);
   args.grad_final_state = state_arg(t.dht, "dht", v_first);
   args.dh = chunk_state_arg(t.dh, "dh", call.dtype, v_first);
+  args.num_chunks = t.dh->shape[1];
   args.dh0 = state_arg(t.dh0, "dh0", v_first);
   args.gates = stage_gates(t.g, nullptr);
   with_element_type(call.dtype, [&](auto element) { launch_state_gradient<decltype(element)>(args, native(stream)); });
@@ -77,6 +78,7 @@ void chunk_bwd_dqkwg(const Plan& plan, const stages::OperandGradients& t, Stream
   args.dv = token_arg(t.dv, "dv", call.dtype);
   args.grad_output = token_arg(t.grad_output, "do", call.dtype);
   args.dh = chunk_state_arg(t.dh, "dh", call.dtype, v_first);
+  args.num_chunks = t.dh->shape[1];
   args.dq = token_arg(t.dq, "dq", call.dtype);
   args.dk = token_arg(t.dk, "dk", call.dtype);
   args.dw = token_arg(t.dw, "dw", call.dtype);

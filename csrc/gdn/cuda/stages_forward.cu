@@ -172,6 +172,7 @@ void chunk_gated_delta_rule_fwd_h(const Plan& plan, const stages::StateForward& 
   args.gates = stage_gates(t.g, nullptr);
   args.initial_state = state_arg(t.initial_state, "initial_state", v_first);
   args.h = chunk_state_arg(t.h, "h", call.dtype, v_first);
+  args.num_chunks = t.h->shape[1];
   args.v_new = token_arg(t.v_new, "v_new", call.dtype);
   args.final_state = state_arg(t.final_state, "final_state", v_first);
   with_element_type(call.dtype, [&](auto element) { launch_state_stage<decltype(element)>(args, native(stream)); });
@@ -194,6 +195,7 @@ void chunk_fwd_o(const Plan& plan, const stages::OutputForward& t, Stream stream
   args.k = token_arg(t.k, "k", call.dtype);
   args.v = token_arg(t.v, "v", call.dtype);
   args.h = chunk_state_arg(t.h, "h", call.dtype, args.state_v_first);
+  args.num_chunks = t.h->shape[1];
   args.o = token_arg(t.o, "o", call.dtype);
   args.gates = stage_gates(t.g, nullptr);
   with_element_type(call.dtype, [&](auto element) { launch_output<decltype(element)>(args, native(stream)); });

@@ -147,8 +147,11 @@ bool runs_on(int device_id) {
     int minor = 0;
     const bool asked = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device_id) == cudaSuccess &&
                        cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device_id) == cudaSuccess;
-    if (!asked) cudaGetLastError();  // must not surface at the user's next call
-    state = asked && major == 9 && minor == 0 ? 2 : 1;
+    if (!asked) {
+      cudaGetLastError();  // must not surface at the user's next call
+      return false;
+    }
+    state = major == 9 && minor == 0 ? 2 : 1;
     known[device_id].store(state, std::memory_order_relaxed);
   }
   return state == 2;

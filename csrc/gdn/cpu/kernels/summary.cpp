@@ -74,20 +74,24 @@ void run_summarize(const Plan& plan, const cp::Summary& t, Workspace workspace) 
   const TensorView summary = TensorView::from(t.summary, "summary");
   const auto entries = static_cast<int64_t>(t.sequences.size());
   const int64_t units = entries * p.value_heads * SummaryBlock::blocks(plan);
-  parallel_for(units, plan.num_threads(), [&](int64_t unit, int worker) {
+  // M's own operands are not rounded: what one chunk loses of it, every later one multiplies.
+  const auto run = [&](auto policy, const SummaryBlock& block, int worker) {
+    using P = decltype(policy);
     Arena scratch(thread_scratch.of(worker));
-    SequenceScratch<Policy> s(scratch, p, plan.value_block());
-    const SummaryBlock block(plan, t.sequences, unit);
+    SequenceScratch<P> s(scratch, p, plan.value_block());
     SequenceInputs inputs = in;
     if (block.is_transition) inputs.v = TensorView();
     load_start(in.initial_state, p, block, s.S);
     for_each_chunk(plan, block.sequence, [&](const ChunkRange& chunk, int64_t) {
       load_sequence_chunk(inputs, rows_of(in.A, p, chunk.begin, block.head), p, chunk, block, s);
-      make_residual<Policy>(s.worker, s.gate, s.beta, s.K, s.A, s.S, chunk.length, p.key_dim, block.columns, s.V,
-                            s.V_new);
-      advance_state<Policy>(s.worker, s.gate, s.K, s.V_new, chunk.length, p.key_dim, block.columns, s.S);
+      make_residual<P>(s.worker, s.gate, s.beta, s.K, s.A, s.S, chunk.length, p.key_dim, block.columns, s.V, s.V_new);
+      advance_state<P>(s.worker, s.gate, s.K, s.V_new, chunk.length, p.key_dim, block.columns, s.S);
     });
     store_tile(s.S, p.key_dim, block.columns, columns_of(summary, p, block));
+  };
+  parallel_for(units, plan.num_threads(), [&](int64_t unit, int worker) {
+    const SummaryBlock block(plan, t.sequences, unit);
+    block.is_transition ? run(Unrounded<Policy>(), block, worker) : run(Policy(), block, worker);
   });
 }
 
@@ -113,10 +117,10 @@ void run_summarize_adjoint(const Plan& plan, const cp::AdjointSummary& t, Worksp
   const TensorView summary = TensorView::from(t.summary, "summary");
   const auto entries = static_cast<int64_t>(t.sequences.size());
   const int64_t units = entries * p.value_heads * SummaryBlock::blocks(plan);
-  parallel_for(units, plan.num_threads(), [&](int64_t unit, int worker) {
+  const auto run = [&](auto policy, const SummaryBlock& block, int worker) {
+    using P = decltype(policy);
     Arena scratch(thread_scratch.of(worker));
-    AdjointScratch<Policy> s(scratch, p, plan.value_block());
-    const SummaryBlock block(plan, t.sequences, unit);
+    AdjointScratch<P> s(scratch, p, plan.value_block());
     if (block.is_transition && transition) {
       load_tile(matrix_of(transition, block.entry, block.head).transposed().columns_from(block.first_column), p.key_dim,
                 block.columns, s.S);
@@ -129,11 +133,14 @@ void run_summarize_adjoint(const Plan& plan, const cp::AdjointSummary& t, Worksp
         plan, block.sequence,
         [&](const ChunkRange& chunk, int64_t) {
           load_sequence_chunk(inputs, rows_of(in.A, p, chunk.begin, block.head), p, chunk, block, s);
-          retreat_chunk<Policy>(p, chunk.length, block.columns, T(plan.scale()), !block.is_transition, s,
-                                [](Tile<T>) {});
+          retreat_chunk<P>(p, chunk.length, block.columns, T(plan.scale()), !block.is_transition, s, [](Tile<T>) {});
         },
         /*reverse=*/true);
     store_tile(s.S, p.key_dim, block.columns, columns_of(summary, p, block));
+  };
+  parallel_for(units, plan.num_threads(), [&](int64_t unit, int worker) {
+    const SummaryBlock block(plan, t.sequences, unit);
+    block.is_transition ? run(Unrounded<Policy>(), block, worker) : run(Policy(), block, worker);
   });
 }
 

@@ -99,6 +99,7 @@ struct StateGradientArgs {
   TensorArg dv2;
   TensorArg grad_final_state;
   TensorArg dh;
+  int64_t num_chunks;  // of dh; what lengths on the device say beyond that is left out
   TensorArg dh0;
   GateArgs gates;
 };
@@ -136,7 +137,9 @@ __global__ void __launch_bounds__(kStageThreads, 1) state_gradient_kernel(const 
   float d[kKeys / 8][4];
   load_state<kKeys>(d, args.grad_final_state, part);
   const int chunk_size = args.sequences.chunk_size;
-  const int64_t num_chunks = (sequence.length + chunk_size - 1) / chunk_size;
+  const int64_t room = args.num_chunks - first_chunk;
+  const int64_t chunks_said = (sequence.length + chunk_size - 1) / chunk_size;
+  const int64_t num_chunks = chunks_said < room ? chunks_said : room;
   for (int64_t c = num_chunks - 1; c >= 0; --c) {
     const int64_t left = sequence.length - c * chunk_size;
     const int rows = static_cast<int>(left < chunk_size ? left : chunk_size);
@@ -210,6 +213,7 @@ struct OperandStageArgs {
   TensorArg dv;  // dv2
   TensorArg grad_output;
   TensorArg dh;
+  int64_t num_chunks;  // of h and dh
   TensorArg dq;
   TensorArg dk;
   TensorArg dw;
@@ -238,6 +242,7 @@ __global__ void __launch_bounds__(kStageThreads, 1) operand_stage_kernel(const O
   Chunk chunk;
   if (!find_chunk(args.sequences, slot, chunk)) return;
   const int64_t dense = dense_chunk_index(args.sequences, chunk.sequence, chunk.index);
+  if (dense >= args.num_chunks) return;
   const int m0 = warp_id() * 16;
   const int last = chunk.length - 1;
   for (int i = static_cast<int>(threadIdx.x); i < args.group * kRows; i += kStageThreads) gate_sums[i] = 0.0f;

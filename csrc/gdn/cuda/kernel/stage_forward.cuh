@@ -92,7 +92,8 @@ struct StateStageArgs {
   TensorArg u;
   GateArgs gates;
   TensorArg initial_state;
-  TensorArg h;  // [B, NT, HV, K, V]
+  TensorArg h;         // [B, NT, HV, K, V]
+  int64_t num_chunks;  // NT; what lengths on the device say beyond that is left out
   TensorArg v_new;
   TensorArg final_state;
 };
@@ -132,7 +133,9 @@ __global__ void __launch_bounds__(kStageThreads, 1) state_stage_kernel(const Sta
   float s[kKeys / 8][4];
   load_state<kKeys>(s, args.initial_state, part);
   const int chunk_size = args.sequences.chunk_size;
-  for (int64_t done = 0, c = 0; done < sequence.length; done += chunk_size, ++c) {
+  const int64_t room = (args.num_chunks - first_chunk) * chunk_size;
+  const int64_t length = sequence.length < room ? sequence.length : room;
+  for (int64_t done = 0, c = 0; done < length; done += chunk_size, ++c) {
     const int64_t left = sequence.length - done;
     const int rows = static_cast<int>(left < chunk_size ? left : chunk_size);
     const int64_t token = sequence.begin + done;
@@ -187,6 +190,7 @@ struct OutputArgs {
   TensorArg k;
   TensorArg v;
   TensorArg h;
+  int64_t num_chunks;  // of h
   TensorArg o;
   GateArgs gates;
 };
@@ -227,9 +231,9 @@ __global__ void __launch_bounds__(kStageThreads, 1) output_kernel(const OutputAr
   Chunk chunk;
   if (!find_chunk(args.sequences, slot, chunk)) return;
   const int64_t key_head = head / args.group;
-  const int64_t h_at = chunk.batch * args.h.stride[0] +
-                       dense_chunk_index(args.sequences, chunk.sequence, chunk.index) * args.h.stride[1] +
-                       head * args.h.stride[2];
+  const int64_t dense = dense_chunk_index(args.sequences, chunk.sequence, chunk.index);
+  if (dense >= args.num_chunks) return;
+  const int64_t h_at = chunk.batch * args.h.stride[0] + dense * args.h.stride[1] + head * args.h.stride[2];
   const Window values = {chunk.batch, chunk.token, chunk.length, head, value, args.value_dim - value};
   if (warp_id() == 0)
     load_gates<GateKind::kGamma>(shared.gates, args.gates, chunk.batch, chunk.token, chunk.length, head);
