@@ -77,7 +77,7 @@ ChunkHead chunk_head_of_slot(const Plan& plan, int64_t slot) {
 
 std::vector<Batch> make_batches(const Plan& plan, int64_t bytes_per_slot) {
   const int64_t num_pairs = static_cast<int64_t>(plan.sequences().size()) * plan.problem().heads;
-  const std::vector<Batch> together = {{0, num_pairs, 0, slots_before(plan, num_pairs)}};
+  std::vector<Batch> together = {{0, num_pairs, 0, slots_before(plan, num_pairs)}};
   const int64_t all_slots = together[0].end_slot;
   int64_t slots = kBatchBytes / std::max<int64_t>(bytes_per_slot, 1);
   if (all_slots <= slots) return together;
