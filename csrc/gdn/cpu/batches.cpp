@@ -28,7 +28,7 @@ std::vector<Batch> cut(const Plan& plan, int64_t slots) {
   std::vector<Batch> batches;
   for (int64_t pair = 0; pair < num_pairs;) {
     Batch batch = {pair, pair + 1, slots_before(plan, pair), slots_before(plan, pair + 1)};
-    while (++pair < num_pairs && slots_before(plan, pair + 1) - batch.first_slot <= slots) {
+    for (++pair; pair < num_pairs && slots_before(plan, pair + 1) - batch.first_slot <= slots; ++pair) {
       batch.end_pair = pair + 1;
       batch.end_slot = slots_before(plan, pair + 1);
     }
