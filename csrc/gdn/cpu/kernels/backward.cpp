@@ -110,16 +110,13 @@ void recompute(const Plan& plan, const BackwardInputs& in, const BackwardWorkspa
   SequenceScratch<Policy> s(scratch, p, plan.value_block());
   SequenceInputs without_q = in;
   without_q.q = TensorView();
-  const auto columns_of = [&](const TensorView& tensor, int64_t chunk) {
-    return slot_matrix(tensor, plan, batch, chunk, block.head).columns_from(block.first_column);
-  };
-  load_initial_state(in, p, block, s.S);
+  load_state(in.initial_state, block.sequence, p, block, s.S);
   for_each_chunk(plan, block.sequence, [&](const ChunkRange& chunk, int64_t index) {
-    store_tile(s.S, p.key_dim, block.columns, columns_of(ws.h, index));
+    store_tile(s.S, p.key_dim, block.columns, slot_columns(ws.h, plan, batch, index, block));
     load_sequence_chunk(without_q, rows_of(in.A, p, chunk.begin, block.head), p, chunk, block, s);
     make_residual<Policy>(s.worker, s.gate, s.beta, s.K, s.A, s.S, chunk.length, p.key_dim, block.columns, s.V,
                           s.V_new);
-    store_tile(s.V_new, chunk.length, block.columns, columns_of(ws.v_new, index));
+    store_tile(s.V_new, chunk.length, block.columns, slot_columns(ws.v_new, plan, batch, index, block));
     advance_state<Policy>(s.worker, s.gate, s.K, s.V_new, chunk.length, p.key_dim, block.columns, s.S);
   });
 }
@@ -134,24 +131,16 @@ void adjoint(const Plan& plan, const BackwardInputs& in, const BackwardWorkspace
   SequenceInputs with_grad_output = in;  // dO takes the place of V
   with_grad_output.v = in.grad_output;
   const Tile<T> D = s.S;
-  const auto columns_of = [&](const TensorView& tensor, int64_t chunk) {
-    return slot_matrix(tensor, plan, batch, chunk, block.head).columns_from(block.first_column);
-  };
-
-  if (in.grad_final_state) {
-    load_tile(state_of(in.grad_final_state, p, block.sequence, block.head).columns_from(block.first_column), p.key_dim,
-              block.columns, D);
-  } else {
-    fill_zero(D, p.key_dim, block.columns);
-  }
+  load_state(in.grad_final_state, block.sequence, p, block, D);
   for_each_chunk(
       plan, block.sequence,
       [&](const ChunkRange& chunk, int64_t index) {
         const int64_t n = chunk.length;
-        store_tile(D, p.key_dim, block.columns, columns_of(ws.dh, index));
+        store_tile(D, p.key_dim, block.columns, slot_columns(ws.dh, plan, batch, index, block));
         load_sequence_chunk(with_grad_output, rows_of(in.A, p, chunk.begin, block.head), p, chunk, block, s);
-        retreat_chunk<Policy>(p, n, block.columns, T(plan.scale()), true, s,
-                              [&](Tile<T> X) { store_tile(X, n, block.columns, columns_of(ws.dv, index)); });
+        retreat_chunk<Policy>(p, n, block.columns, T(plan.scale()), true, s, [&](Tile<T> X) {
+          store_tile(X, n, block.columns, slot_columns(ws.dv, plan, batch, index, block));
+        });
       },
       /*reverse=*/true);
   if (dh0) {

@@ -112,7 +112,7 @@ void run_forward(const Plan& plan, const ForwardTensors& t, Workspace workspace,
       Arena scratch(ws.scratch_of(worker));
       SequenceScratch<Policy> s(scratch, p, plan.value_block());
       const SequenceBlock block(plan, first_unit + unit);
-      load_initial_state(in, p, block, s.S);
+      load_state(in.initial_state, block.sequence, p, block, s.S);
       for_each_chunk(plan, block.sequence, [&](const ChunkRange& chunk, int64_t index) {
         load_sequence_chunk(in, A_of(index, block.head), p, chunk, block, s);
         make_residual<Policy>(s.worker, s.gate, s.beta, s.K, s.A, s.S, chunk.length, p.key_dim, block.columns, s.V,

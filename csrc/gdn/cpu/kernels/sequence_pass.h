@@ -74,11 +74,13 @@ struct AdjointScratch : SequenceScratch<Policy> {
         W(take_tile<T>(arena, p.chunk_size, p.key_dim)) {}
 };
 
+// The block's columns of matrix `entry` of a state tensor; zero if there is none.
 template <class T>
-void load_initial_state(const SequenceInputs& in, const Problem& problem, const SequenceBlock& block, Tile<T> S) {
-  if (!in.initial_state) return fill_zero(S, problem.key_dim, block.columns);
-  load_tile(state_of(in.initial_state, problem, block.sequence, block.head).columns_from(block.first_column),
-            problem.key_dim, block.columns, S);
+void load_state(const TensorView& states, int64_t entry, const Problem& problem, const SequenceBlock& block,
+                Tile<T> S) {
+  if (!states) return fill_zero(S, problem.key_dim, block.columns);
+  load_tile(state_of(states, problem, entry, block.head).columns_from(block.first_column), problem.key_dim,
+            block.columns, S);
 }
 
 // The matrix of a chunk and value head in a [slots, HV / H, rows, columns] tensor that holds the slots of a batch.
@@ -86,6 +88,12 @@ inline MatrixView slot_matrix(const TensorView& x, const Plan& plan, const Batch
   const int64_t group = x.shape[1];
   const int64_t slot = slot_of(plan, {.chunk = chunk, .head = head / group}) - batch.first_slot;
   return {element(x, slot * x.stride[0] + head % group * x.stride[1]), x.dtype, x.stride[2], 1};
+}
+
+// The columns of it that a unit of a sequential pass makes.
+inline MatrixView slot_columns(const TensorView& x, const Plan& plan, const Batch& batch, int64_t chunk,
+                               const SequenceBlock& block) {
+  return slot_matrix(x, plan, batch, chunk, block.head).columns_from(block.first_column);
 }
 
 // Gate, beta, K, K^T and V (zero if `v` is absent) of a chunk, and its A from where the caller says; Q too unless `q`

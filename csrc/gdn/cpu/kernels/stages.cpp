@@ -173,12 +173,11 @@ void run_fwd_h(const Plan& plan, const stages::StateForward& t) {
                    g = TensorView::from(t.g, "g"), h = TensorView::from(t.h, "h"),
                    v_new = TensorView::from(t.v_new, "v_new"),
                    final_state = TensorView::from(t.final_state, "final_state");
-  SequenceInputs initial;
-  initial.initial_state = TensorView::from(t.initial_state, "initial_state");
+  const TensorView initial_state = TensorView::from(t.initial_state, "initial_state");
   const int64_t group = p.value_heads / p.heads;
   for_sequence_blocks<Scratch>(plan, [&](Scratch& s, const SequenceBlock& block) {
     const auto block_of = [&](const MatrixView& view) { return view.columns_from(block.first_column); };
-    load_initial_state(initial, p, block, s.S);
+    load_state(initial_state, block.sequence, p, block, s.S);
     for_each_chunk(plan, block.sequence, [&](const ChunkRange& chunk, int64_t index) {
       const int64_t n = chunk.length;
       store_tile(s.S, p.key_dim, block.columns, block_of(chunk_state_of(h, p, index, block.head)));
@@ -257,13 +256,12 @@ void run_bwd_dhu(const Plan& plan, const stages::StateBackward& t) {
                    g = TensorView::from(t.g, "g"), grad_output = TensorView::from(t.grad_output, "do"),
                    dv = TensorView::from(t.dv, "dv"), dh = TensorView::from(t.dh, "dh"),
                    dh0 = TensorView::from(t.dh0, "dh0"), dv2 = TensorView::from(t.dv2, "dv2");
-  SequenceInputs incoming;
-  incoming.initial_state = TensorView::from(t.dht, "dht");
+  const TensorView dht = TensorView::from(t.dht, "dht");
   const int64_t group = p.value_heads / p.heads;
   for_sequence_blocks<Scratch>(plan, [&](Scratch& s, const SequenceBlock& block) {
     const auto block_of = [&](const MatrixView& view) { return view.columns_from(block.first_column); };
     const Tile<T> D = s.S, dO = s.V, X = s.V_new;
-    load_initial_state(incoming, p, block, D);
+    load_state(dht, block.sequence, p, block, D);
     for_each_chunk(
         plan, block.sequence,
         [&](const ChunkRange& chunk, int64_t index) {

@@ -46,12 +46,8 @@ MatrixView columns_of(const TensorView& summary, const Problem& p, const Summary
 // What a unit starts from: its columns of the identity, of the given state, or zero.
 template <class T>
 void load_start(const TensorView& given, const Problem& p, const SummaryBlock& block, Tile<T> S) {
-  if (!block.is_transition && given) {
-    return load_tile(state_of(given, p, block.entry, block.head).columns_from(block.first_column), p.key_dim,
-                     block.columns, S);
-  }
+  if (!block.is_transition) return load_state(given, block.entry, p, block, S);
   fill_zero(S, p.key_dim, block.columns);
-  if (!block.is_transition) return;
   for (int64_t j = 0; j < block.columns; ++j) S.row(block.first_column + j)[j] = T(1);
 }
 
