@@ -1,9 +1,10 @@
 """The operator on a GPU beside its peers, in one process: time, peak memory, error, host cost of a short call.
 
-    python benchmarks/bench_gpu.py --rows forward|backward|general [--backend NAME] [--peers fla flashqla flashinfer]
-                                   [--json FILE] [--page FILE.md] [--limit SECONDS]
+    python benchmarks/bench_gpu.py --rows forward|backward|training|general [--backend NAME]
+                                   [--peers fla flashqla flashinfer] [--json FILE] [--page FILE.md] [--limit SECONDS]
 
-Times are medians of CUDA graph replays (events where a peer can not be captured), bf16, with initial and final state.
+Times are medians of CUDA graph replays (events where a call can not be captured), bf16, with initial and final state.
+Training rows are forward plus backward through the public operator: with norms, and with norms, gates and sigmoids.
 Peers that are not installed are left out by name; rows that the limit cuts off are named too.
 """
 
@@ -33,6 +34,8 @@ from cula.gdn.cli.info import describe
 
 MIB = 2**20
 SHORT_LENGTHS = (64, 512)
+# Forward plus backward of a layer: norms in the operator, and all that it takes.
+TRAINING = ("training, norms", "training, all flags")
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,11 @@ def rows_of(table: str) -> Iterator[Row]:
                 count, length = map(int, text.split("x"))
                 yield Row(table, *heads, 128, 128, (length,) * count)
         return
+    if table == "training":
+        for count, length in ((1, 8192), (4, 8192), (1, 32768)):
+            for direction in TRAINING:
+                yield Row(direction, 16, 32, 128, 128, (length,) * count)
+        return
     for heads, dims in (((16, 32), (128, 128)), ((8, 8), (64, 64)), ((6, 6), (256, 512))):
         for lengths in ((32768,), (8192,) * 4):
             for direction in ("forward", "backward"):
@@ -74,11 +82,11 @@ def rows_of(table: str) -> Iterator[Row]:
 
 def make_inputs(row: Row, device: str) -> Inputs:
     """Unit q and k, normal v, states and gradients, g = logsigmoid(normal) / 16, beta in (0, 1)."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     T, N, H, HV, K, V = (sum(row.lengths), len(row.lengths), row.heads, row.value_heads, row.key_dim, row.value_dim)
 
     def normal(*size: int) -> torch.Tensor:
-        return torch.randn(size, generator=generator)
+        return torch.randn(size, generator=generator, device=device)
 
     offsets = torch.tensor([0, *row.lengths]).cumsum(0).to(torch.int32)
     x: Inputs = {
@@ -90,9 +98,18 @@ def make_inputs(row: Row, device: str) -> Inputs:
         "h0": normal(N, HV, K, V),
         "do": normal(1, T, HV, V).bfloat16(),
         "dht": normal(N, HV, K, V) / 8,
-        "cu_seqlens": offsets,
+        "cu_seqlens": offsets.to(device),
+        "cu_seqlens_cpu": offsets,
+        "scale": K**-0.5,
     }
-    return {name: tensor.to(device) for name, tensor in x.items()} | {"cu_seqlens_cpu": offsets, "scale": K**-0.5}
+    if row.direction in TRAINING:
+        x |= {"q": normal(1, T, H, K).bfloat16(), "k": normal(1, T, H, K).bfloat16()}
+        x["options"] = {"use_qk_l2norm_in_kernel": True}
+    if row.direction == "training, all flags":
+        x |= {"g": normal(1, T, HV).bfloat16(), "beta": normal(1, T, HV).bfloat16()}
+        x |= {"A_log": normal(HV), "dt_bias": normal(HV) - 4}
+        x["options"] |= {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+    return x
 
 
 def ours(backend: str) -> Peer:
@@ -120,20 +137,38 @@ def ours(backend: str) -> Peer:
         call = lambda: library.chunk_backward(x["do"], x["dht"], *operands(x), *saved, wanted, *options(x))  # noqa: E731
         return lambda: (lambda d: (*d[:3], d[4], d[3], d[7]))(call())
 
-    return Peer("ours", describe()["version"], forward, backward)
+    def operator(*operands: Any, **options: Any) -> Any:
+        return chunk_gated_delta_rule(*operands, **options, backend=backend)
+
+    return Peer("ours", describe()["version"], forward, backward, operator, takes_gate=True)
 
 
-def training_call(x: Inputs) -> Callable[[], Any]:
+def training_call(peer: Peer, x: Inputs) -> Callable[[], Any]:
     """Forward and backward through autograd."""
-    leaves = [x[name].clone().requires_grad_() for name in ("q", "k", "v", "g", "beta", "h0")]
-    q, k, v, g, beta, h0 = leaves
+    assert peer.operator is not None
+    names = ["q", "k", "v", "g", "beta", "h0", *(name for name in ("A_log", "dt_bias") if name in x)]
+    leaf = {name: x[name].clone().requires_grad_() for name in names}
+    gate = {name: leaf[name] for name in names[6:]}
+    options = x.get("options", {})
 
     def call() -> Any:
-        o, state = chunk_gated_delta_rule(q, k, v, g, beta, initial_state=h0, output_final_state=True)
-        assert state is not None
-        return torch.autograd.grad([o, state], leaves, [x["do"], x["dht"]])
+        o, state = peer.operator(
+            leaf["q"], leaf["k"], leaf["v"], leaf["g"], leaf["beta"], scale=x["scale"], initial_state=leaf["h0"],
+            output_final_state=True, cu_seqlens=x["cu_seqlens"], cu_seqlens_cpu=x["cu_seqlens_cpu"], **gate, **options,
+        )  # fmt: skip
+        return torch.autograd.grad([o, state], list(leaf.values()), [x["do"], x["dht"]])
 
     return call
+
+
+def call_of(peer: Peer, row: Row, x: Inputs) -> Callable[[], Any] | None:
+    """What is timed; None where the peer has no such operation."""
+    if row.direction == "forward":
+        return peer.forward(x)
+    if row.direction == "backward":
+        return peer.backward and peer.backward(x)
+    takes = peer.operator is not None and (peer.takes_gate or "A_log" not in x)
+    return training_call(peer, x) if takes else None
 
 
 # ---- clocks ---------------------------------------------------------------------------------------------------------
@@ -199,11 +234,10 @@ def measure_row(row: Row, mine: Peer, peers: list[Peer], notes: list[str]) -> di
     times: dict[str, float | None] = dict.fromkeys(LOADERS)
     memory: dict[str, float] = {}
     for peer in (mine, *peers):
-        make = peer.forward if row.direction == "forward" else peer.backward
-        if make is None:
-            continue
         try:
-            call = make(x)
+            call = call_of(peer, row, x)
+            if call is None:
+                continue
             times[peer.name] = milliseconds(call)
             memory[peer.name] = peak_mib(call)
         except Exception as error:  # a peer's refusal is a result too
@@ -257,7 +291,7 @@ def measure_short_calls(mine: Peer, peers: list[Peer]) -> dict[str, Any]:
     for tokens in SHORT_LENGTHS:
         x = make_inputs(Row("forward", 16, 32, 128, 128, (tokens,)), "cuda")
         found[str(tokens)] = {peer.name: eager_microseconds(peer.forward(x)) for peer in (mine, *peers)}
-        found[str(tokens)]["ours, forward + backward"] = eager_microseconds(training_call(x))
+        found[str(tokens)]["ours, forward + backward"] = eager_microseconds(training_call(mine, x))
     return found
 
 
@@ -317,7 +351,7 @@ def page(found: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", choices=("forward", "backward", "general"), nargs="+", required=True)
+    parser.add_argument("--rows", choices=("forward", "backward", "training", "general"), nargs="+", required=True)
     parser.add_argument("--backend", choices=("auto", "cuda", "sm90"), default="auto")
     parser.add_argument("--peers", choices=tuple(LOADERS), nargs="*", default=list(LOADERS))
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -365,7 +399,9 @@ def main() -> int:
         result = measure_row(row, mine, peers, notes)
         errors = found["errors"][result["dims"]]["ours"]
         result["error"] = {
-            n: e for n, e in errors.items() if (n in ("o", "final_state")) == (row.direction == "forward")
+            n: e
+            for n, e in errors.items()
+            if row.direction in TRAINING or (n in ("o", "final_state")) == (row.direction == "forward")
         }
         found["rows"].append(result)
         print(json.dumps(result), flush=True)

@@ -24,6 +24,8 @@ class Peer:
     forward: Callable[[Inputs], Call]
     # Runs forward once, returns the call of backward; its results are dq, dk, dv, dbeta, dg, dh0 first.
     backward: Callable[[Inputs], Call] | None
+    operator: Callable[..., Any] | None = None  # what its users differentiate through
+    takes_gate: bool = False  # that operator takes raw gates and logits of beta
 
 
 def _version(package: str) -> str:
@@ -46,7 +48,7 @@ def fla() -> Peer:
             cu_seqlens=x["cu_seqlens"],
         )  # fmt: skip
 
-    return Peer("fla", _version("flash-linear-attention"), forward, backward)
+    return Peer("fla", _version("flash-linear-attention"), forward, backward, chunk.chunk_gated_delta_rule, True)
 
 
 def flashqla() -> Peer:
@@ -65,7 +67,10 @@ def flashqla() -> Peer:
             cu_seqlens=x["cu_seqlens"], auto_cp=True,
         )  # fmt: skip
 
-    return Peer("flashqla", _version("flash-qla"), forward, backward)
+    def operator(*operands: Tensor, cu_seqlens_cpu: Tensor, **options: Any) -> Any:
+        return flash_qla.chunk_gated_delta_rule(*operands, **options)
+
+    return Peer("flashqla", _version("flash-qla"), forward, backward, operator)
 
 
 def flashinfer() -> Peer:
