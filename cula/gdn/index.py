@@ -14,7 +14,10 @@ def _chunk_counts(cu_seqlens: Tensor, chunk_size: int) -> Tensor:
         raise ValueError(f"cu_seqlens: expected one dimension [N + 1], got shape {list(cu_seqlens.shape)}")
     if chunk_size < 1:
         raise ValueError(f"chunk_size: expected a positive number, got {chunk_size}")
-    return (torch.diff(cu_seqlens) + (chunk_size - 1)).div(chunk_size, rounding_mode="floor")
+    lengths = torch.diff(cu_seqlens)
+    if cu_seqlens.device.type == "cpu" and bool((lengths < 0).any()):
+        raise ValueError(f"cu_seqlens: expected ascending offsets, got {cu_seqlens.tolist()}")
+    return (lengths + (chunk_size - 1)).div(chunk_size, rounding_mode="floor")
 
 
 def prepare_chunk_indices(cu_seqlens: Tensor, chunk_size: int, cu_seqlens_cpu: Tensor | None = None) -> Tensor:
@@ -29,7 +32,8 @@ def prepare_chunk_indices(cu_seqlens: Tensor, chunk_size: int, cu_seqlens_cpu: T
         `[NT, 2]`, dtype and device of `cu_seqlens`. Row number = index of the chunk in `h` and `dh`.
 
     Raises:
-        ValueError: `cu_seqlens` is not one-dimensional, or `chunk_size` is not positive.
+        ValueError: `cu_seqlens` is not one-dimensional, or descends (checked on the CPU only), or `chunk_size` is not
+            positive.
     """
     counts = _chunk_counts(cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu, chunk_size)
     sequence = torch.repeat_interleave(torch.arange(counts.shape[0], device=counts.device), counts)
@@ -44,7 +48,8 @@ def prepare_chunk_offsets(cu_seqlens: Tensor, chunk_size: int) -> Tensor:
     Chunk c of sequence n is row `offsets[n] + c` of `prepare_chunk_indices`.
 
     Raises:
-        ValueError: `cu_seqlens` is not one-dimensional, or `chunk_size` is not positive.
+        ValueError: `cu_seqlens` is not one-dimensional, or descends (checked on the CPU only), or `chunk_size` is not
+            positive.
     """
     return torch.nn.functional.pad(_chunk_counts(cu_seqlens, chunk_size).cumsum(0, dtype=torch.int64), (1, 0))
 

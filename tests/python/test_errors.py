@@ -444,6 +444,9 @@ def test_rejected_plans_and_tables():
         prepare_chunk_indices(torch.zeros(2, 2, dtype=torch.int64), 64)
     with pytest.raises(ValueError, match=r"^chunk_size: "):
         prepare_chunk_offsets(offsets([3]), 0)
+    for prepare in (prepare_chunk_indices, prepare_chunk_offsets):
+        with pytest.raises(ValueError, match=r"cu_seqlens: expected ascending offsets, got \[0, 64, 32\]"):
+            prepare(offsets([64, -32]), 64)
 
 
 @pytest.mark.skipif("cuda" in library_info().backends, reason="needs a build without CUDA")
