@@ -35,6 +35,39 @@ void forward_op(Request request, Tensor q, Tensor k, Tensor v, Tensor g, Tensor 
   }
 }
 
+// For serving: outputs, pools and checkpoints of the caller's.
+struct Serving {
+  Tensor o, final_state, state_indices, state_checkpoints, checkpoint_cu_starts;
+  int64_t checkpoint_every_n_tokens;
+
+  ForwardTensors tensors() const {
+    ForwardTensors tensors{.o = get(o), .final_state = get(final_state)};
+    tensors.state_indices = get(state_indices);
+    tensors.state_checkpoints = get(state_checkpoints);
+    tensors.checkpoint_cu_starts = get(checkpoint_cu_starts);
+    tensors.checkpoint_every_n_tokens = checkpoint_every_n_tokens;
+    return tensors;
+  }
+};
+
+template <bool kRecurrent>
+void serve_op(Request request, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor A_log, Tensor dt_bias,
+              Tensor initial_state, Tensor o, Tensor final_state, Tensor state_indices, Tensor state_checkpoints,
+              Tensor checkpoint_cu_starts, int64_t checkpoint_every_n_tokens) {
+  request.set_sizes(get(q), get(v));
+  const Plan plan = request.make_plan();
+  const Serving serving{
+      o, final_state, state_indices, state_checkpoints, checkpoint_cu_starts, checkpoint_every_n_tokens};
+  ForwardTensors tensors = Inputs{q, k, v, g, beta, A_log, dt_bias, initial_state}.store_in(serving.tensors());
+  tensors.cu_seqlens = request.cu_seqlens;
+  const Stream stream = current_stream(request.problem);
+  if constexpr (kRecurrent) {
+    recurrent_forward(plan, tensors, stream);
+  } else {
+    forward(plan, tensors, ScratchMemory(plan.forward_workspace_bytes(false), request.problem.device).get(), stream);
+  }
+}
+
 void recurrent_forward_op(Request request, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor A_log,
                           Tensor dt_bias, Tensor initial_state, Tensor o, Tensor final_state) {
   request.set_sizes(get(q), get(v));
@@ -140,6 +173,8 @@ CULA_EXPORT(cp_prepare, cula::gdn::bindings::forward_op<cula::gdn::bindings::Par
 CULA_EXPORT(cp_advance, cula::gdn::bindings::forward_op<cula::gdn::bindings::Part::kAdvance>)
 CULA_EXPORT(backward, cula::gdn::bindings::backward_op)
 CULA_EXPORT(recurrent_forward, cula::gdn::bindings::recurrent_forward_op)
+CULA_EXPORT(serve_forward, cula::gdn::bindings::serve_op<false>)
+CULA_EXPORT(serve_recurrent_forward, cula::gdn::bindings::serve_op<true>)
 CULA_EXPORT(reference_forward, cula::gdn::bindings::reference_forward_op)
 CULA_EXPORT(reference_backward, cula::gdn::bindings::reference_backward_op)
 CULA_EXPORT(plan_info, cula::gdn::bindings::plan_info)

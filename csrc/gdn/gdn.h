@@ -141,11 +141,26 @@ struct ForwardTensors {
   const DLTensor* dt_bias = nullptr;        // HV elements, float type; optional, with use_gate
   const DLTensor* initial_state = nullptr;  // [N, HV, K, V] float type; optional, zeros if absent
   DLTensor* o = nullptr;                    // [B, T, HV, V] x
-  DLTensor* final_state = nullptr;          // [N, HV, K, V] float32 (float64 for float64 problems); optional
+  DLTensor* final_state = nullptr;          // [N, HV, K, V] float type, rounded once; optional
   const SavedTensors* saved = nullptr;      // absent: inference
   // Packed sequences on a GPU: [N + 1] int32 or int64 on the device, the values of Problem::sequence_offsets. Kernels
   // read their bounds from it, so that a captured graph follows new values with the same totals. Unused on the CPU.
   const DLTensor* cu_seqlens = nullptr;
+
+  // For serving, where `saved` is absent. On a GPU kernels read these indices, so that a captured graph follows them.
+  //
+  // State pools: initial_state and final_state are [slots, HV, K, V], and sequence n has slot state_indices[n] of each.
+  // A sequence with slot -1 starts from zeros and leaves no state. Slots that are written must be distinct. On the CPU
+  // both this and -1 <= slot < slots are checked; on a GPU, where no value is read by the host, a slot outside the pool
+  // counts as -1, and of sequences that share a slot it is undefined whose state, or whose parts, the slot holds after.
+  const DLTensor* state_indices = nullptr;  // [N] int32 or int64
+  // Checkpoints: the state behind every so many tokens of a sequence (a multiple of chunk_size in forward), one row
+  // each; floor(length / checkpoint_every_n_tokens) of sequence n from row checkpoint_cu_starts[n] on, without that
+  // tensor those of all sequences one behind the other. Rows past checkpoint_cu_starts[n + 1] or past the end of
+  // state_checkpoints are not written.
+  DLTensor* state_checkpoints = nullptr;           // [rows, HV, K, V] float type
+  const DLTensor* checkpoint_cu_starts = nullptr;  // [N + 1] int32 or int64; optional
+  int64_t checkpoint_every_n_tokens = 0;           // with state_checkpoints
 };
 
 struct BackwardTensors {
@@ -181,12 +196,13 @@ struct Workspace {
   size_t bytes = 0;
 };
 
+// Outputs share no memory with inputs or with each other, but final_state may be initial_state (the same address, sizes
+// and strides) where nothing is saved: update in place.
 void forward(const Plan& plan, const ForwardTensors& tensors, Workspace workspace, Stream stream = nullptr);
 void backward(const Plan& plan, const BackwardTensors& tensors, Workspace workspace, Stream stream = nullptr);
 
 // The token recurrence itself, for decoding: same arguments as forward (`saved` must be absent), no workspace, and for
-// 16-bit inputs with a float32 state and no rounding in between. `final_state` may be the same memory as
-// `initial_state` (update in place).
+// 16-bit inputs with a float32 state and no rounding in between.
 void recurrent_forward(const Plan& plan, const ForwardTensors& tensors, Stream stream = nullptr);
 
 }  // namespace cula::gdn

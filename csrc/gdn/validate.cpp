@@ -5,6 +5,9 @@
 #include <initializer_list>
 #include <string>
 #include <string_view>
+#include <vector>
+
+#include "gdn/state_pools.h"
 
 namespace cula::gdn {
 
@@ -26,7 +29,7 @@ class Checker {
   explicit Checker(const Plan& plan, int64_t summaries = 0)
       : plan_(plan), problem_(plan.problem()), summaries_(summaries) {}
 
-  // `letters`: "B T HV V"; S stands for the two dimensions of a state in the problem's layout.
+  // `letters`: "B T HV V"; S stands for the two dimensions of a state in the problem's layout, "slots" for any number.
   void input(const DLTensor* tensor, const char* name, const char* letters, Kind kind,
              Presence presence = Presence::kRequired) const {
     if (!present(tensor, name, presence)) return;
@@ -68,6 +71,16 @@ class Checker {
       throw_value_error(name, ": expected HV = ", problem_.value_heads, " elements, got shape ", view.shape_string());
     }
     if (is_output) check_writable(view, name);
+  }
+
+  // `count` integers.
+  void indices(const DLTensor* tensor, const char* name, const char* letters, int64_t count) const {
+    const TensorView view = TensorView::from(tensor, name);
+    if (view.dtype != DType::kInt32 && view.dtype != DType::kInt64) {
+      throw_type_error(name, ": expected int32 or int64, got ", dtype_name(view.dtype));
+    }
+    check_device(view, name);
+    check_shape(view, name, letters, {count});
   }
 
   static void require_absent(bool given, const char* name, const char* why) {
@@ -132,9 +145,11 @@ class Checker {
     int count = 0;
     const auto add = [&](std::string_view letter) {
       const std::string_view separator = count == 0 ? "" : ", ";
-      expected[count++] = size_of(letter);
+      const bool any = letter == "slots";
+      expected[count] = any ? view.shape[count] : size_of(letter);
       shown.append(separator).append(letter);
-      sizes.append(separator).append(std::to_string(expected[count - 1]));
+      sizes.append(separator).append(any ? "any" : std::to_string(expected[count]));
+      ++count;
     };
     while (!letters.empty()) {
       const size_t end = std::min(letters.find(' '), letters.size());
@@ -208,14 +223,15 @@ void check_gate(const Checker& check, const Problem& problem, const DLTensor* A_
 
 // What forward, backward and decoding have in common.
 template <class Tensors>
-void check_inputs(const Checker& check, const Problem& problem, const Tensors& t, bool reads_raw_q_and_k) {
+void check_inputs(const Checker& check, const Problem& problem, const Tensors& t, bool reads_raw_q_and_k,
+                  const char* state_letters = "N HV S") {
   const Presence raw = reads_raw_q_and_k ? Presence::kRequired : kOptional;
   check.input(t.q, "q", "B T H K", Kind::kOperand, raw);
   check.input(t.k, "k", "B T H K", Kind::kOperand, raw);
   check.input(t.v, "v", "B T HV V", Kind::kOperand);
   check.input(t.g, "g", "B T HV", Kind::kFloat);
   check.input(t.beta, "beta", "B T HV", Kind::kFloat);
-  check.input(t.initial_state, "initial_state", "N HV S", Kind::kFloat, kOptional);
+  check.input(t.initial_state, "initial_state", state_letters, Kind::kFloat, kOptional);
   check_gate(check, problem, t.A_log, t.dt_bias);
 }
 
@@ -226,6 +242,128 @@ void check_saved(const Checker& check, const Problem& problem, const SavedTensor
   check.output(saved.q_rstd, "saved.q_rstd", "B T H", Kind::kStatistic, presence);
   check.output(saved.k_normalized, "saved.k_normalized", "B T H K", Kind::kOperand, presence);
   check.output(saved.k_rstd, "saved.k_rstd", "B T H", Kind::kStatistic, presence);
+}
+
+// The slots of a pool, as far as the host knows them.
+void check_slots(const Plan& plan, const ForwardTensors& t) {
+  if (plan.problem().device.device_type != kDLCPU) return;
+  const StateSlots slots(t.state_indices);
+  const int64_t count = plan.problem().num_sequences();
+  const auto check_range = [&](const DLTensor* pool, const char* name) {
+    if (pool == nullptr) return;
+    for (int64_t n = 0; n < count; ++n) {
+      if (slots.of(n) < -1 || slots.of(n) >= pool->shape[0]) {
+        throw_value_error("state_indices: expected -1 (none) or one of the ", pool->shape[0], " slots of ", name,
+                          ", got ", slots.of(n), " for sequence ", n);
+      }
+    }
+  };
+  check_range(t.initial_state, "initial_state");
+  check_range(t.final_state, "final_state (output_state)");
+  if (t.final_state == nullptr) return;
+  std::vector<bool> taken(static_cast<size_t>(t.final_state->shape[0]));
+  for (int64_t n = 0; n < count; ++n) {
+    if (slots.of(n) < 0) continue;
+    if (taken[slots.of(n)]) {
+      throw_value_error("state_indices: expected distinct slots, since final states are written to them, got ",
+                        slots.of(n), " twice, the second time for sequence ", n);
+    }
+    taken[slots.of(n)] = true;
+  }
+}
+
+// `step`: what the distance of checkpoints must be a multiple of.
+void check_checkpoints(const Checker& check, const Plan& plan, const ForwardTensors& t, int64_t step) {
+  const bool wanted = t.checkpoint_every_n_tokens != 0;
+  Checker::require_absent(!wanted && t.state_checkpoints != nullptr, "state_checkpoints",
+                          "without checkpoint_every_n_tokens");
+  Checker::require_absent(!wanted && t.checkpoint_cu_starts != nullptr, "checkpoint_cu_starts",
+                          "without checkpoint_every_n_tokens");
+  if (!wanted) return;
+  if (t.checkpoint_every_n_tokens < 0 || t.checkpoint_every_n_tokens % step != 0) {
+    throw_value_error("checkpoint_every_n_tokens: expected ", step == 1 ? "a positive number" : "a positive multiple",
+                      step == 1 ? std::string() : concat(" of chunk_size ", step), ", got ",
+                      t.checkpoint_every_n_tokens);
+  }
+  check.output(t.state_checkpoints, "state_checkpoints", "slots HV S", Kind::kFloat);
+  const int64_t rows = t.state_checkpoints->shape[0], needed = count_checkpoints(plan, t.checkpoint_every_n_tokens);
+  if (t.checkpoint_cu_starts == nullptr) {
+    if (rows >= needed) return;
+    throw_value_error("state_checkpoints: expected room for the ", needed, " checkpoints of all sequences, got ", rows);
+  }
+  const int64_t sequences = plan.problem().num_sequences();
+  check.indices(t.checkpoint_cu_starts, "checkpoint_cu_starts", "[N + 1]", sequences + 1);
+  if (plan.problem().device.device_type != kDLCPU) return;
+  const TensorView starts = TensorView::from(t.checkpoint_cu_starts, "checkpoint_cu_starts");
+  for (int64_t n = 0; n < sequences; ++n) {
+    const int64_t begin = index_at(starts, n), end = index_at(starts, n + 1);
+    const int64_t count = count_checkpoints(plan.sequences()[n].length, t.checkpoint_every_n_tokens);
+    if (begin < 0 || end > rows || end - begin < count) {
+      throw_value_error("checkpoint_cu_starts: expected room for the ", count, " checkpoints of sequence ", n,
+                        " in the ", rows, " rows of state_checkpoints, got rows ", begin, " to ", end);
+    }
+  }
+}
+
+// Results that share memory would depend on the order of writes.
+void check_memory(const ForwardTensors& t) {
+  struct Argument {
+    const DLTensor* tensor;
+    const char* name;
+  };
+  const Argument outputs[] = {
+      {t.o, "o (output)"}, {t.final_state, "final_state (output_state)"}, {t.state_checkpoints, "state_checkpoints"}};
+  const Argument inputs[] = {{t.q, "q"},
+                             {t.k, "k"},
+                             {t.v, "v"},
+                             {t.g, "g"},
+                             {t.beta, "beta"},
+                             {t.A_log, "A_log"},
+                             {t.dt_bias, "dt_bias"},
+                             {t.initial_state, "initial_state"},
+                             {t.cu_seqlens, "cu_seqlens"},
+                             {t.state_indices, "state_indices"},
+                             {t.checkpoint_cu_starts, "checkpoint_cu_starts"}};
+  const auto same = [](const TensorView& a, const TensorView& b) {
+    return a.data == b.data && a.dtype == b.dtype && a.ndim == b.ndim && a.shape == b.shape && a.stride == b.stride;
+  };
+  const auto check_pair = [&](const Argument& output, const Argument& other) {
+    if (output.tensor == nullptr || other.tensor == nullptr) return;
+    const TensorView a = TensorView::from(output.tensor, output.name), b = TensorView::from(other.tensor, other.name);
+    const bool in_place = output.tensor == t.final_state && other.tensor == t.initial_state;
+    if (!may_overlap(a, b) || (in_place && t.saved == nullptr && same(a, b))) return;
+    throw_value_error(output.name, ": expected memory of its own",
+                      in_place ? " (or, where no gradient is wanted, all of initial_state's)" : "", ", got some of ",
+                      other.name, "'s");
+  };
+  for (const Argument& output : outputs) {
+    for (const Argument& input : inputs) check_pair(output, input);
+    for (const Argument* before = outputs; before != &output; ++before) check_pair(output, *before);
+  }
+}
+
+// `step`: of checkpoints.
+void check_forward(const Plan& plan, const ForwardTensors& t, int64_t step) {
+  const Checker check(plan);
+  const char* state_letters = t.state_indices != nullptr ? "slots HV S" : "N HV S";
+  check_inputs(check, plan.problem(), t, true, state_letters);
+  check.output(t.o, "o", "B T HV V", Kind::kOperand);
+  check.output(t.final_state, "final_state", state_letters, Kind::kFloat, kOptional);
+  if (t.saved != nullptr) {
+    Checker::require_absent(t.state_indices != nullptr, "state_indices", "where gradients are wanted");
+    Checker::require_absent(t.checkpoint_every_n_tokens != 0, "checkpoint_every_n_tokens",
+                            "where gradients are wanted");
+    check_saved(check, plan.problem(), *t.saved);
+  }
+  if (t.state_indices != nullptr) {
+    if (t.initial_state == nullptr && t.final_state == nullptr) {
+      throw_value_error("state_indices: expected a pool with them (initial_state, or output_state), got none");
+    }
+    check.indices(t.state_indices, "state_indices", "[N]", plan.problem().num_sequences());
+    check_slots(plan, t);
+  }
+  check_checkpoints(check, plan, t, step);
+  check_memory(t);
 }
 
 // Indices must lie in [0, count).
@@ -292,18 +430,11 @@ void validate_problem(const Problem& problem) {
   }
 }
 
-void validate_forward(const Plan& plan, const ForwardTensors& t) {
-  const Problem& problem = plan.problem();
-  const Checker check(plan);
-  check_inputs(check, problem, t, true);
-  check.output(t.o, "o", "B T HV V", Kind::kOperand);
-  check.output(t.final_state, "final_state", "N HV S", Kind::kStatistic, kOptional);
-  if (t.saved != nullptr) check_saved(check, problem, *t.saved);
-}
+void validate_forward(const Plan& plan, const ForwardTensors& t) { check_forward(plan, t, plan.problem().chunk_size); }
 
 void validate_recurrent(const Plan& plan, const ForwardTensors& t) {
   if (t.saved != nullptr) throw_value_error("saved: expected none (the recurrence has no backward), got tensors");
-  validate_forward(plan, t);
+  check_forward(plan, t, 1);
 }
 
 void validate_backward(const Plan& plan, const BackwardTensors& t) {

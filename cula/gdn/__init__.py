@@ -11,7 +11,7 @@ parts of the chunked algorithm, `cula.gdn.cp` context parallelism between ranks 
 
 from cula.gdn import cp, stages
 from cula.gdn.cp import build_cp_context
-from cula.gdn.index import prepare_chunk_indices, prepare_chunk_offsets
+from cula.gdn.index import prepare_checkpoint_offsets, prepare_chunk_indices, prepare_chunk_offsets
 from cula.gdn.ops import chunk_gated_delta_rule, chunk_gdn
 from cula.gdn.plan import LibraryInfo, Plan, library_info, plan
 from cula.gdn.recurrent import fused_recurrent_gated_delta_rule, fused_recurrent_gdn
@@ -28,6 +28,7 @@ __all__ = [
     "fused_recurrent_gdn",
     "library_info",
     "plan",
+    "prepare_checkpoint_offsets",
     "prepare_chunk_indices",
     "prepare_chunk_offsets",
     "reference_gated_delta_rule",

@@ -43,6 +43,8 @@ def function(name: str) -> Callable[..., Any]:
 forward = function("forward")
 backward = function("backward")
 recurrent_forward = function("recurrent_forward")
+serve_forward = function("serve_forward")
+serve_recurrent_forward = function("serve_recurrent_forward")
 reference_forward = function("reference_forward")
 reference_backward = function("reference_backward")
 cp_prepare = function("cp_prepare")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["prepare_chunk_indices", "prepare_chunk_offsets"]
+__all__ = ["prepare_checkpoint_offsets", "prepare_chunk_indices", "prepare_chunk_offsets"]
 
 
 def _chunk_counts(cu_seqlens: Tensor, chunk_size: int) -> Tensor:
@@ -52,6 +52,23 @@ def prepare_chunk_offsets(cu_seqlens: Tensor, chunk_size: int) -> Tensor:
             positive.
     """
     return torch.nn.functional.pad(_chunk_counts(cu_seqlens, chunk_size).cumsum(0, dtype=torch.int64), (1, 0))
+
+
+def prepare_checkpoint_offsets(cu_seqlens: Tensor, checkpoint_every_n_tokens: int) -> Tensor:
+    """Number of checkpoints before each sequence, and in all: `[N + 1]` int64 on the device of `cu_seqlens`.
+
+    The state behind the first `(i + 1) * checkpoint_every_n_tokens` tokens of sequence n is row `offsets[n] + i` of
+    state_checkpoints. What checkpoint_cu_starts is by default, and how many rows state_checkpoints needs.
+
+    Raises:
+        ValueError: `cu_seqlens` is not one-dimensional, or `checkpoint_every_n_tokens` is not positive.
+    """
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(f"cu_seqlens: expected one dimension [N + 1], got shape {list(cu_seqlens.shape)}")
+    if checkpoint_every_n_tokens < 1:
+        raise ValueError(f"checkpoint_every_n_tokens: expected a positive number, got {checkpoint_every_n_tokens}")
+    counts = torch.diff(cu_seqlens).div(checkpoint_every_n_tokens, rounding_mode="floor")
+    return torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int64), (1, 0))
 
 
 # Device tensor -> (version when it was read, host copy), so that the layers of a model share one synchronisation.

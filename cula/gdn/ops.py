@@ -10,6 +10,7 @@ from torch import Tensor
 from cula.gdn import _arguments
 from cula.gdn.autograd import forward_operator
 from cula.gdn.autograd_cp import context_parallel
+from cula.gdn.serving import Serving
 
 __all__ = ["chunk_gated_delta_rule", "chunk_gdn"]
 
@@ -37,6 +38,12 @@ def chunk_gated_delta_rule(
     dt_bias: Tensor | None = None,
     chunk_size: int = 64,
     backend: str | None = None,
+    output: Tensor | None = None,
+    output_state: Tensor | None = None,
+    state_indices: Tensor | None = None,
+    state_checkpoints: Tensor | None = None,
+    checkpoint_cu_starts: Tensor | None = None,
+    checkpoint_every_n_tokens: int = 0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated DeltaNet's delta rule with decay, computed in chunks; differentiable.
@@ -91,11 +98,28 @@ def chunk_gated_delta_rule(
         chunk_size: 16, 32 or 64 tokens; the result is the same up to rounding.
         backend: "cpu", "cuda" or "sm90"; None or "auto" lets the library choose for the device of the tensors. "sm90"
             named also takes that backend's own backward pass, "auto" the general one (docs/design/hopper_backward.md).
+        output: `[B, T, HV, V]` in the dtype of q: o is written there. This and the following arguments are for
+            serving; with any of them nothing has a gradient, and cp_context must be None.
+        output_state: `[N, HV, K, V]`, float: final_state is written there, rounded once; needs output_final_state.
+            May be initial_state itself; otherwise buffers share no memory with each other or with an input.
+        state_indices: `[N]`, int32 or int64, on the device of q: initial_state (and output_state) are pools
+            `[slots, HV, K, V]`, of which sequence n has slot state_indices[n]. With output_final_state, that slot of
+            output_state, or of initial_state if there is none, is overwritten, and final_state is the pool. A sequence
+            with slot -1 starts from zeros and leaves no state. Slots that are written must be distinct. On a GPU the
+            values are read by the kernels alone, so that a captured graph follows them: a slot outside the pool counts
+            as -1 there, and of sequences that share a slot it is undefined whose state, or parts, it holds. On the CPU
+            both are errors.
+        state_checkpoints: `[rows, HV, K, V]`, float: the states behind every checkpoint_every_n_tokens tokens of each
+            sequence are written there, len // checkpoint_every_n_tokens of them a sequence.
+        checkpoint_cu_starts: `[N + 1]`, int32 or int64, on the device of q: those of sequence n from row
+            checkpoint_cu_starts[n] on, none in or behind row checkpoint_cu_starts[n + 1]. None: one sequence behind the
+            other (`prepare_checkpoint_offsets`).
+        checkpoint_every_n_tokens: a multiple of chunk_size; 0 is no checkpoints.
         kwargs: the deprecated spelling transpose_state_layout of state_v_first.
 
     Returns:
         o: `[B, T, HV, V]` in the dtype of q.
-        final_state: `[N, HV, K, V]`, float32 (float64 for float64 inputs), or None.
+        final_state: `[N, HV, K, V]`, float32 (float64 for float64 inputs), or None; output_state or the pool if given.
 
     Gradients have the dtype of their input. Under autocast q, k and v are cast to its dtype (float64 is not); g, beta,
     A_log, dt_bias and states keep theirs. Unlike flash-linear-attention, an argument that would have no effect is an
@@ -137,11 +161,18 @@ def chunk_gated_delta_rule(
     q, k, v = _arguments.autocast(q, k, v)
 
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)
-    saves = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     options = (
         scale, chunk_size, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
         state_v_first, "auto" if backend is None else backend,
     )  # fmt: skip
+    wanted = Serving.of(
+        output, output_state, state_indices, state_checkpoints, checkpoint_cu_starts, checkpoint_every_n_tokens
+    )
+    if wanted is not None:
+        if cp_context is not None:
+            raise ValueError(f"{wanted.first_given()}: expected no cp_context with it, got one")
+        return wanted.chunk(inputs, (cu_seqlens, cu_seqlens_cpu), chunk_indices, output_final_state, options)
+    saves = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     if cp_context is not None and cp_context.group is not None:
         return context_parallel(cp_context, inputs, chunk_indices, output_final_state, saves, options)
     o, final_state, *_ = forward_operator(saves)(

@@ -22,6 +22,7 @@ from cula.gdn.autograd import (
     library,
 )
 from cula.gdn.index import native_offsets
+from cula.gdn.serving import Serving
 
 __all__ = ["fused_recurrent_gated_delta_rule", "fused_recurrent_gdn"]
 
@@ -85,6 +86,12 @@ def fused_recurrent_gated_delta_rule(
     *,
     cu_seqlens_cpu: Tensor | None = None,
     backend: str | None = None,
+    output: Tensor | None = None,
+    output_state: Tensor | None = None,
+    state_indices: Tensor | None = None,
+    state_checkpoints: Tensor | None = None,
+    checkpoint_cu_starts: Tensor | None = None,
+    checkpoint_every_n_tokens: int = 0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The operator of `chunk_gated_delta_rule` token by token: for decoding, without gradients.
@@ -95,11 +102,12 @@ def fused_recurrent_gated_delta_rule(
         g: None is no decay.
         gk, gv: must be None; decay by key or value channel is not part of Gated DeltaNet.
         beta: None is ones (not with use_beta_sigmoid_in_kernel, where beta is a logit).
+        checkpoint_every_n_tokens: any number of tokens; 1 keeps the state behind each, to go back to.
 
     Returns:
         o: `[B, T, HV, V]` in the dtype of q.
         final_state: `[N, HV, K, V]` (`[N, HV, V, K]` with state_v_first), float32, float64 for float64 inputs, or
-            None. Pass it as the next call's initial_state.
+            None; output_state or the pool of states if given. Pass it as the next call's initial_state.
 
     Raises:
         ValueError: a shape, length or option does not fit, gk or gv is given, A_log is missing with
@@ -136,11 +144,19 @@ def fused_recurrent_gated_delta_rule(
     )  # fmt: skip
     _arguments.refuse_tangents("fused_recurrent_gated_delta_rule", q, k, v, g, beta, A_log, dt_bias, initial_state)
     q, k, v = _arguments.autocast(q, k, v)
-    return recurrent_forward(  # type: ignore[no-any-return]
-        q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, output_final_state,
+    inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)
+    options = (
         scale, 64, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
         state_v_first, "auto" if backend is None else backend,
     )  # fmt: skip
+    wanted = Serving.of(
+        output, output_state, state_indices, state_checkpoints, checkpoint_cu_starts, checkpoint_every_n_tokens
+    )
+    if wanted is not None:
+        return wanted.recurrent(inputs, (cu_seqlens, cu_seqlens_cpu), output_final_state, options)
+    return recurrent_forward(  # type: ignore[no-any-return]
+        *inputs, cu_seqlens, cu_seqlens_cpu, output_final_state, *options
+    )
 
 
 fused_recurrent_gdn = fused_recurrent_gated_delta_rule

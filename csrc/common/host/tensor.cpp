@@ -1,6 +1,7 @@
 #include "common/host/tensor.h"
 
 #include <algorithm>
+#include <cstdlib>
 
 namespace cula {
 
@@ -87,6 +88,51 @@ TensorView TensorView::from(const DLTensor* tensor, const char* name) {
     throw_value_error(name, ": expected data for shape ", view.shape_string(), ", got a null pointer");
   }
   return view;
+}
+
+namespace {
+
+// The bytes of a tensor, seen as rows that repeat every `period` bytes: the first one, and how much of a period is
+// used.
+struct Footprint {
+  uintptr_t begin;
+  uint64_t bytes;
+  bool periodic;  // strides of a period or more are whole periods
+};
+
+Footprint footprint(const TensorView& x, uint64_t period) {
+  const uint64_t size = dtype_size(x.dtype);
+  Footprint result = {reinterpret_cast<uintptr_t>(x.data), size, true};
+  for (int i = 0; i < x.ndim; ++i) {
+    const uint64_t stride = static_cast<uint64_t>(std::abs(x.stride[i])) * size;
+    const uint64_t reach = static_cast<uint64_t>(x.shape[i] - 1) * stride;
+    if (x.stride[i] < 0) result.begin -= reach;
+    if (stride < period) {
+      result.bytes += reach;
+    } else if (x.shape[i] > 1) {
+      result.periodic = result.periodic && stride % period == 0;
+    }
+  }
+  return result;
+}
+
+}  // namespace
+
+bool may_overlap(const TensorView& a, const TensorView& b) {
+  if (a.numel() == 0 || b.numel() == 0) return false;
+  const auto apart = [&](uint64_t period) {
+    const Footprint x = footprint(a, period);
+    const Footprint y = footprint(b, period);
+    if (period == UINT64_MAX) return x.begin + x.bytes <= y.begin || y.begin + y.bytes <= x.begin;
+    const uint64_t distance = (y.begin % period + period - x.begin % period) % period;
+    return x.periodic && y.periodic && distance >= x.bytes && distance + y.bytes <= period;
+  };
+  if (apart(UINT64_MAX)) return false;
+  for (int i = 0; i < a.ndim; ++i) {
+    const uint64_t period = static_cast<uint64_t>(std::abs(a.stride[i])) * dtype_size(a.dtype);
+    if (period != 0 && a.shape[i] > 1 && apart(period)) return false;
+  }
+  return true;
 }
 
 void check_shape(const TensorView& view, const char* name, const char* letters,

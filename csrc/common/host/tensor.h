@@ -41,6 +41,10 @@ struct TensorView {
   static TensorView from(const DLTensor* tensor, const char* name);
 };
 
+// Whether two tensors may have memory in common. Exact for dense tensors, and for slices of one buffer that lie side by
+// side in its rows; true where neither tells.
+bool may_overlap(const TensorView& a, const TensorView& b);
+
 // ValueError naming the argument, the expected and the actual shape. `letters` reads like "[B, T, HV, V]".
 void check_shape(const TensorView& view, const char* name, const char* letters,
                  std::initializer_list<int64_t> expected);

@@ -7,6 +7,7 @@
 // passes one by one, with A saved between them.
 #include "gdn/cpu/kernels/kernels.h"
 #include "gdn/cpu/kernels/sequence_pass.h"
+#include "gdn/state_pools.h"
 #include "gdn/validate.h"
 
 namespace cula::gdn::cpu::CULA_ISA {
@@ -68,6 +69,8 @@ void run_forward(const Plan& plan, const ForwardTensors& t, Workspace workspace,
                        .A = TensorView::from(t.saved != nullptr ? t.saved->A : nullptr, "A")};
   const TensorView o = TensorView::from(t.o, "o");
   const TensorView final_state = TensorView::from(t.final_state, "final_state");
+  const StateSlots slots(t.state_indices);
+  const Checkpoints checkpoints(plan, t);
   const bool prepares = passes != Passes::kAdvance, advances = passes != Passes::kPrepare;
   if (advances) zero_padding_rows(o, plan);
 
@@ -112,7 +115,8 @@ void run_forward(const Plan& plan, const ForwardTensors& t, Workspace workspace,
       Arena scratch(ws.scratch_of(worker));
       SequenceScratch<Policy> s(scratch, p, plan.value_block());
       const SequenceBlock block(plan, first_unit + unit);
-      load_state(in.initial_state, block.sequence, p, block, s.S);
+      const int64_t slot = slots.of(block.sequence);
+      load_state(in.initial_state, slot, p, block, s.S);
       for_each_chunk(plan, block.sequence, [&](const ChunkRange& chunk, int64_t index) {
         load_sequence_chunk(in, A_of(index, block.head), p, chunk, block, s);
         make_residual<Policy>(s.worker, s.gate, s.beta, s.K, s.A, s.S, chunk.length, p.key_dim, block.columns, s.V,
@@ -123,11 +127,10 @@ void run_forward(const Plan& plan, const ForwardTensors& t, Workspace workspace,
         store_tile(s.V, chunk.length, block.columns,
                    rows_of(o, p, chunk.begin, block.head).columns_from(block.first_column));
         advance_state<Policy>(s.worker, s.gate, s.K, s.V_new, chunk.length, p.key_dim, block.columns, s.S);
+        store_state(checkpoints.states(), checkpoints.row(block.sequence, chunk.index * p.chunk_size + chunk.length), p,
+                    block, s.S);
       });
-      if (final_state) {
-        store_tile(s.S, p.key_dim, block.columns,
-                   state_of(final_state, p, block.sequence, block.head).columns_from(block.first_column));
-      }
+      store_state(final_state, slot, p, block, s.S);
     });
   }
 }

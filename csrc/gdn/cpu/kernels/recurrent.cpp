@@ -2,6 +2,7 @@
 #include "common/host/thread_pool.h"
 #include "gdn/cpu/kernels/kernels.h"
 #include "gdn/cpu/kernels/operands.h"
+#include "gdn/state_pools.h"
 
 namespace cula::gdn::cpu::CULA_ISA {
 
@@ -13,6 +14,8 @@ inline constexpr int64_t kBlock = 64;
 template <class T>
 struct TokenTensors {
   TensorView q, k, v, g, beta, A_log, dt_bias, initial_state, o, final_state;
+  const StateSlots& slots;
+  const Checkpoints& checkpoints;
 };
 
 // Loads a row and divides it by its norm if asked to.
@@ -34,8 +37,12 @@ void run_unit(const Plan& plan, const TokenTensors<T>& t, int64_t sequence, int6
   GateParameters gate;
   if (p.use_gate) gate = gate_parameters(t.A_log, t.dt_bias, head);
 
-  if (t.initial_state) {
-    load_tile(state_of(t.initial_state, p, sequence, head).columns_from(first), p.key_dim, columns, S);
+  const int64_t slot = t.slots.of(sequence);
+  const auto store = [&](const TensorView& states, int64_t entry) {
+    if (states && entry >= 0) store_tile(S, p.key_dim, columns, state_of(states, p, entry, head).columns_from(first));
+  };
+  if (t.initial_state && slot >= 0) {
+    load_tile(state_of(t.initial_state, p, slot, head).columns_from(first), p.key_dim, columns, S);
   } else {
     fill_zero(S, p.key_dim, columns);
   }
@@ -60,15 +67,16 @@ void run_unit(const Plan& plan, const TokenTensors<T>& t, int64_t sequence, int6
       add_row(scale * q[i], S.row(i), width, o);
     }
     store_tile(Tile<T>{o, kBlock}, 1, columns, rows_of(t.o, p, token, head).columns_from(first));
+    store(t.checkpoints.states(), t.checkpoints.row(sequence, token + 1 - range.begin));
   }
-  if (t.final_state) {
-    store_tile(S, p.key_dim, columns, state_of(t.final_state, p, sequence, head).columns_from(first));
-  }
+  store(t.final_state, slot);
 }
 
 template <class T>
 void run_recurrent(const Plan& plan, const ForwardTensors& tensors) {
   const Problem& p = plan.problem();
+  const StateSlots slots(tensors.state_indices);
+  const Checkpoints checkpoints(plan, tensors);
   const TokenTensors<T> t = {.q = TensorView::from(tensors.q, "q"),
                              .k = TensorView::from(tensors.k, "k"),
                              .v = TensorView::from(tensors.v, "v"),
@@ -78,7 +86,9 @@ void run_recurrent(const Plan& plan, const ForwardTensors& tensors) {
                              .dt_bias = TensorView::from(tensors.dt_bias, "dt_bias"),
                              .initial_state = TensorView::from(tensors.initial_state, "initial_state"),
                              .o = TensorView::from(tensors.o, "o"),
-                             .final_state = TensorView::from(tensors.final_state, "final_state")};
+                             .final_state = TensorView::from(tensors.final_state, "final_state"),
+                             .slots = slots,
+                             .checkpoints = checkpoints};
   zero_padding_rows(t.o, plan);
   const int64_t blocks = (p.value_dim + kBlock - 1) / kBlock;
   const auto num_sequences = static_cast<int64_t>(plan.sequences().size());

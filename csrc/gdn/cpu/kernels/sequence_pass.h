@@ -74,13 +74,21 @@ struct AdjointScratch : SequenceScratch<Policy> {
         W(take_tile<T>(arena, p.chunk_size, p.key_dim)) {}
 };
 
-// The block's columns of matrix `entry` of a state tensor; zero if there is none.
+// The block's columns of matrix `entry` of a state tensor; zero if there is none (`entry` -1, or no tensor).
 template <class T>
 void load_state(const TensorView& states, int64_t entry, const Problem& problem, const SequenceBlock& block,
                 Tile<T> S) {
-  if (!states) return fill_zero(S, problem.key_dim, block.columns);
+  if (!states || entry < 0) return fill_zero(S, problem.key_dim, block.columns);
   load_tile(state_of(states, problem, entry, block.head).columns_from(block.first_column), problem.key_dim,
             block.columns, S);
+}
+
+template <class T>
+void store_state(const TensorView& states, int64_t entry, const Problem& problem, const SequenceBlock& block,
+                 Tile<T> S) {
+  if (!states || entry < 0) return;
+  store_tile(S, problem.key_dim, block.columns,
+             state_of(states, problem, entry, block.head).columns_from(block.first_column));
 }
 
 // The matrix of a chunk and value head in a [slots, HV / H, rows, columns] tensor that holds the slots of a batch.
