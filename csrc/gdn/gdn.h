@@ -158,7 +158,7 @@ struct ForwardTensors {
   // each; floor(length / checkpoint_every_n_tokens) of sequence n from row checkpoint_cu_starts[n] on, without that
   // tensor those of all sequences one behind the other. Rows past checkpoint_cu_starts[n + 1] or past the end of
   // state_checkpoints are not written.
-  DLTensor* state_checkpoints = nullptr;           // [rows, HV, K, V] float type
+  DLTensor* state_checkpoints = nullptr;           // [rows, HV, K, V] float32 (float64 for float64 problems)
   const DLTensor* checkpoint_cu_starts = nullptr;  // [N + 1] int32 or int64; optional
   int64_t checkpoint_every_n_tokens = 0;           // with state_checkpoints
 };

@@ -285,7 +285,7 @@ void check_checkpoints(const Checker& check, const Plan& plan, const ForwardTens
                       step == 1 ? std::string() : concat(" of chunk_size ", step), ", got ",
                       t.checkpoint_every_n_tokens);
   }
-  check.output(t.state_checkpoints, "state_checkpoints", "slots HV S", Kind::kFloat);
+  check.output(t.state_checkpoints, "state_checkpoints", "slots HV S", Kind::kStatistic);
   const int64_t rows = t.state_checkpoints->shape[0], needed = count_checkpoints(plan, t.checkpoint_every_n_tokens);
   if (t.checkpoint_cu_starts == nullptr) {
     if (rows >= needed) return;

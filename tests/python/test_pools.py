@@ -285,12 +285,14 @@ def test_checkpoints_are_the_states_on_the_way(case, flags, dtype, device):
     expected = run(inputs, function, **options)
     starts = prepare_checkpoint_offsets(inputs["cu_seqlens"], every)
     assert starts.tolist() == [0, *itertools.accumulate(length // every for length in lengths)]
-    checkpoints = nan_like((int(starts[-1]) + 1, *expected["final_state"].shape[1:]), torch.float64, device)
+    checkpoints = nan_like(
+        (int(starts[-1]) + 1, *expected["final_state"].shape[1:]), expected["final_state"].dtype, device
+    )
     o, final_state = serve(inputs, function, state_checkpoints=checkpoints, checkpoint_every_n_tokens=every, **options)
     assert_identical({"o": o, "final_state": final_state}, expected)
     assert checkpoints[-1].isnan().all()
     states = expected_checkpoints(inputs, function, lengths, every, **options)
-    assert torch.equal(checkpoints[:-1].to(states.dtype), states)
+    assert torch.equal(checkpoints[:-1], states)
 
 
 @both
@@ -308,12 +310,12 @@ def test_checkpoints_of_a_batch(function, device):
 def test_checkpoints_where_the_caller_says(index, function, device):
     lengths = [130, 10, 64]
     inputs = make_inputs(lengths=lengths, H=1, HV=2, K=16, V=8, device=device)
-    checkpoints = nan_like((6, 2, 16, 8), torch.bfloat16, device)
+    checkpoints = nan_like((6, 2, 16, 8), device=device)
     serve(
         inputs, function, state_checkpoints=checkpoints, checkpoint_every_n_tokens=64, output_final_state=False,
         checkpoint_cu_starts=torch.tensor([1, 4, 4, 5], dtype=index, device=device),
     )  # fmt: skip
-    states = expected_checkpoints(inputs, function, lengths, 64).bfloat16()
+    states = expected_checkpoints(inputs, function, lengths, 64)
     assert torch.equal(checkpoints[[1, 2, 4]], states)
     assert checkpoints[[0, 3, 5]].isnan().all()
 
@@ -520,6 +522,7 @@ def test_checkpoints_that_do_not_fit():
     )
     refuse(ValueError, "^state_checkpoints: expected shape", state_checkpoints=checkpoints[..., :4], **every)
     refuse(TypeError, "^state_checkpoints: expected float64", state_checkpoints=checkpoints.int(), **every)
+    refuse(TypeError, "^state_checkpoints: expected float32", state_checkpoints=checkpoints.bfloat16(), **every)
     for n in (-64, 32, 65):
         refuse(
             ValueError,

@@ -112,6 +112,9 @@ void forward(const Plan& plan, const ForwardTensors& t, Workspace workspace, Str
   scan.factor_head_stride = rows;
   scan.initial_state = state_arg(t.initial_state, "initial_state", problem.state_v_first);
   scan.final_state = state_arg(t.final_state, "final_state", problem.state_v_first);
+  scan.initial_slots = state_slots(t.state_indices, t.initial_state);
+  scan.final_slots = state_slots(t.state_indices, t.final_state);
+  scan.checkpoints = checkpoint_args(problem, t);
   scan.o = token_arg(t.o, "o", call.dtype);
   scan.summary = dense_states(space.segments.summary, problem.value_heads, key_dim, problem.value_dim + key_dim);
   scan.seeds = dense_states(space.segments.seeds, problem.value_heads, key_dim, problem.value_dim);
@@ -147,6 +150,9 @@ void recurrent_forward(const Plan& plan, const ForwardTensors& t, Stream stream_
   args.gates = operator_gates(call, t.g, t.beta, t.A_log, t.dt_bias);
   args.initial_state = state_arg(t.initial_state, "initial_state", problem.state_v_first);
   args.final_state = state_arg(t.final_state, "final_state", problem.state_v_first);
+  args.initial_slots = state_slots(t.state_indices, t.initial_state);
+  args.final_slots = state_slots(t.state_indices, t.final_state);
+  args.checkpoints = checkpoint_args(problem, t);
   args.o = token_arg(t.o, "o", call.dtype);
   launch_recurrent(args, stream);
   launch_zero_padding(call.sequences, args.o, problem.value_heads, problem.value_dim, stream);

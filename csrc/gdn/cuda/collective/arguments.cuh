@@ -46,6 +46,25 @@ struct RowsArg {
   }
 };
 
+__device__ __forceinline__ int64_t load_index(const void* indices, bool wide, int64_t at) {
+  return wide ? static_cast<const int64_t*>(indices)[at] : static_cast<const int32_t*>(indices)[at];
+}
+
+// Which matrix of a state tensor is a sequence's: its own, or a slot of a pool.
+struct StateSlots {
+  const void* indices = nullptr;  // [N], on the device; null: matrix n is sequence n's
+  bool wide = false;              // int64
+  int64_t stride = 1;             // elements
+  int64_t count = 0;              // slots of the pool
+
+  // -1: none. So count slots outside the pool, so that wrong values can not lead outside the tensor.
+  __device__ int64_t of(int64_t sequence) const {
+    if (indices == nullptr) return sequence;
+    const int64_t slot = load_index(indices, wide, sequence * stride);
+    return slot < 0 || slot >= count ? -1 : slot;
+  }
+};
+
 // Where the sequences lie. Chunks are numbered by slots that need no prefix sum over the sequences: chunk i of packed
 // sequence n, which starts at token s, is slot floor(s / C) + n + i. Slots never meet, and some stay empty.
 struct SequenceTable {
@@ -68,7 +87,7 @@ struct SequenceTable {
   }
   // Clamped, so that wrong values on the device can not lead outside the tensors.
   __device__ int64_t boundary(int64_t n) const {
-    const int64_t x = wide ? static_cast<const int64_t*>(offsets)[n] : static_cast<const int32_t*>(offsets)[n];
+    const int64_t x = load_index(offsets, wide, n);
     return x < 0 ? 0 : (x > tokens ? tokens : x);
   }
 };
@@ -188,5 +207,34 @@ __device__ __forceinline__ int64_t dense_chunk_index(const SequenceTable& table,
   }
   return warp_sum(before) + index;
 }
+
+// Where the states behind every so many tokens go.
+struct CheckpointArgs {
+  TensorArg states;  // [rows, HV, K, V] fp32; absent: they are not wanted
+  int64_t rows = 0;
+  int64_t every = 0;             // tokens
+  const void* starts = nullptr;  // [N + 1], on the device: first rows; null: sequences one behind the other
+  bool wide = false;             // int64
+  int64_t stride = 1;            // elements
+
+  // Row of the state behind the first `tokens` of a sequence, a multiple of `every`; -1 if there is no room for it. All
+  // lanes of the warp must call.
+  __device__ int64_t row(const SequenceTable& table, int64_t sequence, int64_t tokens) const {
+    int64_t first = 0;
+    int64_t end = rows;
+    if (starts != nullptr) {
+      first = load_index(starts, wide, sequence * stride);
+      const int64_t next = load_index(starts, wide, (sequence + 1) * stride);
+      end = next < end ? next : end;
+    } else if (table.offsets == nullptr) {
+      first = sequence * (table.tokens / every);
+    } else {
+      for (int64_t m = lane_id(); m < sequence; m += 32) first += find_sequence(table, m).length / every;
+      first = warp_sum(first);
+    }
+    const int64_t row = first + tokens / every - 1;
+    return first < 0 || row >= end ? -1 : row;
+  }
+};
 
 }  // namespace cula::gdn::cuda

@@ -3,6 +3,8 @@
 // the state are sums of two halves, which the pair exchanges through shared memory.
 #pragma once
 
+#include <type_traits>
+
 #include "gdn/cuda/collective/fragment.cuh"
 
 namespace cula::gdn::cuda {
@@ -41,7 +43,8 @@ __device__ __forceinline__ void visit_state(float (&s)[kKeys / 8][4], int64_t ke
   }
 }
 
-// From and to [sequence, head, key, value] of any float type. Without a tensor the state is zero.
+// From and to [sequence, head, key, value] of any float type. Without a tensor, or with a part of sequence -1, the
+// state is zero and goes nowhere.
 template <int kKeys>
 __device__ __forceinline__ void load_state(float (&s)[kKeys / 8][4], const TensorArg& x, const StatePart& part) {
 #pragma unroll
@@ -49,7 +52,7 @@ __device__ __forceinline__ void load_state(float (&s)[kKeys / 8][4], const Tenso
 #pragma unroll
     for (int j = 0; j < 4; ++j) s[i][j] = 0.0f;
   }
-  if (!x) return;
+  if (!x || part.sequence < 0) return;
   with_elements(x.data, x.dtype, [&](auto* data) {
     data += part.sequence * x.stride[0] + part.head * x.stride[1];
     visit_state<kKeys>(s, x.stride[2], x.stride[3], part,
@@ -57,13 +60,17 @@ __device__ __forceinline__ void load_state(float (&s)[kKeys / 8][4], const Tenso
   });
 }
 
+template <class Element, int kKeys>
+__device__ __forceinline__ void store_state_as(float (&s)[kKeys / 8][4], const TensorArg& x, const StatePart& part) {
+  if (part.sequence < 0) return;
+  Element* data = static_cast<Element*>(x.data) + part.sequence * x.stride[0] + part.head * x.stride[1];
+  visit_state<kKeys>(s, x.stride[2], x.stride[3], part, [&](int64_t at, float element) { assign(data[at], element); });
+}
+
 template <int kKeys>
 __device__ __forceinline__ void store_state(float (&s)[kKeys / 8][4], const TensorArg& x, const StatePart& part) {
-  with_elements(x.data, x.dtype, [&](auto* data) {
-    data += part.sequence * x.stride[0] + part.head * x.stride[1];
-    visit_state<kKeys>(s, x.stride[2], x.stride[3], part,
-                       [&](int64_t at, float element) { assign(data[at], element); });
-  });
+  with_elements(x.data, x.dtype,
+                [&](auto* data) { store_state_as<std::remove_pointer_t<decltype(data)>, kKeys>(s, x, part); });
 }
 
 // To [batch, chunk, head, key, value] of T, at a chunk and head.

@@ -42,6 +42,10 @@ struct ForwardScanArgs {
   // also M of those that follow another.
   TensorArg summary;
   bool for_adjoint = false;
+  // For serving.
+  StateSlots initial_slots;
+  StateSlots final_slots;
+  CheckpointArgs checkpoints;
 };
 
 template <class T, int kKeyDim, class Team, ScanResult kResult>
@@ -161,7 +165,7 @@ __global__ void __launch_bounds__(Team::kThreads, (kScanResidency<T, kKeyDim, Te
   } else if (args.seeds) {
     load_state<kKeys>(s, args.seeds, part_of(unit, unit.place));
   } else {
-    load_state<kKeys>(s, args.initial_state, part_of(unit, segment.sequence_index));
+    load_state<kKeys>(s, args.initial_state, part_of(unit, args.initial_slots.of(segment.sequence_index)));
   }
 
   // Where the results of the chunk in hand lie: as little as the loop needs, since registers are scarce.
@@ -176,6 +180,23 @@ __global__ void __launch_bounds__(Team::kThreads, (kScanResidency<T, kKeyDim, Te
   const int key = key_part * kKeys;
   [[maybe_unused]] float* pair_partial = partial + row_block * Shared::kPartialFloats;
   ScanConsumer<Team> consumer(segment.num_chunks, args.pipeline);
+  // Chunks left in the one behind which the next checkpoint is; none if the loop does not get there.
+  [[maybe_unused]] int checkpoint_left = 0;
+  if constexpr (kOutput) {
+    if (args.checkpoints.states) {
+      const int every = static_cast<int>(args.checkpoints.every) / args.sequences.chunk_size;
+      checkpoint_left = segment.num_chunks + 1 - every + static_cast<int>(segment.first_chunk % every);
+    }
+  }
+  // Everything but the state is found again, rather than kept through the loop.
+  [[maybe_unused]] const auto store_checkpoint = [&](int chunks_left) {
+    ScanUnit here;
+    find_unit(args.sequences, args.value_heads, blocks, opaque(static_cast<int64_t>(blockIdx.x)), here);
+    const int64_t chunks_done = here.segment.first_chunk + here.segment.num_chunks - chunks_left + 1;
+    const int64_t row =
+        args.checkpoints.row(args.sequences, here.segment.sequence_index, chunks_done * args.sequences.chunk_size);
+    store_state_as<float, kKeys>(s, args.checkpoints.states, part_of(here, row));
+  };
   for (; consumer.left() > 0; consumer.release_chunk()) {
     const SharedChunk& chunk = chunks[consumer.stage()];
     if constexpr (kResult == ScanResult::kStates) {
@@ -226,6 +247,12 @@ __global__ void __launch_bounds__(Team::kThreads, (kScanResidency<T, kKeyDim, Te
     scale(s, chunk.factors[0][chunk.rows - 1]);
     scale_columns(v, chunk.factors[1]);
     update_state<T, kP, kKeys>(s, v, chunk.k.data, key);
+    if constexpr (kOutput) {
+      if (consumer.left() == checkpoint_left) {
+        checkpoint_left -= static_cast<int>(args.checkpoints.every) / args.sequences.chunk_size;
+        if (chunk.rows == args.sequences.chunk_size) store_checkpoint(consumer.left());
+      }
+    }
     result_at += args.sequences.chunk_size * result.stride[1];
   }
 
@@ -238,7 +265,7 @@ __global__ void __launch_bounds__(Team::kThreads, (kScanResidency<T, kKeyDim, Te
     store_state<kKeys>(s, target, part_of(again, again.place));
   } else {
     if (args.final_state && again.segment.last) {
-      store_state<kKeys>(s, args.final_state, part_of(again, again.segment.sequence_index));
+      store_state<kKeys>(s, args.final_state, part_of(again, args.final_slots.of(again.segment.sequence_index)));
     }
   }
 }

@@ -14,6 +14,7 @@ struct MergeArgs {
   int value_dim;
   int64_t value_blocks;
   TensorArg entry;    // [N, HV, K, V]: the state at the start of the sequences, or its gradient at their ends; may lack
+  StateSlots slots;   // of the former
   TensorArg summary;  // [places, HV, K, V] fp32: S_ext or dS_ext
   TensorArg map;      // [places, HV, K, K] fp32: M
   TensorArg seeds;    // [places, HV, K, V] fp32: results
@@ -52,10 +53,11 @@ __global__ void __launch_bounds__(kMergeThreads, 1) merge_kernel(const MergeArgs
     return n * x.stride[0] + head * x.stride[1] + row * x.stride[2] + (block_value + column + i) * x.stride[3];
   };
 
+  const int64_t slot = args.entry ? args.slots.of(sequence_index) : -1;
   float s[kColumns];
 #pragma unroll
   for (int i = 0; i < kColumns; ++i) {
-    s[i] = args.entry && valid(i) ? args.entry.load(offset(args.entry, sequence_index, i)) : 0.0f;
+    s[i] = slot >= 0 && valid(i) ? args.entry.load(offset(args.entry, slot, i)) : 0.0f;
   }
   for (int64_t step = 0; step < count; ++step) {
     const int64_t place = first_place + (kAdjoint ? count - 1 - step : step);

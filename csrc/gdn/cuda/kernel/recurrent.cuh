@@ -27,6 +27,9 @@ struct RecurrentArgs {
   TensorArg initial_state;
   TensorArg final_state;
   TensorArg o;
+  StateSlots initial_slots;
+  StateSlots final_slots;
+  CheckpointArgs checkpoints;
 };
 
 template <int kKeyDim>
@@ -44,17 +47,33 @@ __global__ void __launch_bounds__(kRecurrentThreads) recurrent_kernel(const Recu
 
   float s[kRecurrentValues][kPerLane];
   const TensorArg& h0 = args.initial_state;
+  const int64_t slot = h0 ? args.initial_slots.of(sequence_index) : -1;
 #pragma unroll
   for (int j = 0; j < kRecurrentValues; ++j) {
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
       const int key = 32 * i + lane;
-      const bool valid = h0 && key < args.key_dim && first + j < args.value_dim;
-      s[j][i] = valid ? h0.load(sequence_index * h0.stride[0] + head * h0.stride[1] + key * h0.stride[2] +
-                                (first + j) * h0.stride[3])
-                      : 0.0f;
+      const bool valid = slot >= 0 && key < args.key_dim && first + j < args.value_dim;
+      s[j][i] =
+          valid ? h0.load(slot * h0.stride[0] + head * h0.stride[1] + key * h0.stride[2] + (first + j) * h0.stride[3])
+                : 0.0f;
     }
   }
+  const auto store_state = [&](const TensorArg& x, int64_t row) {
+    if (row < 0) return;
+    const int64_t at = row * x.stride[0] + head * x.stride[1];
+#pragma unroll
+    for (int j = 0; j < kRecurrentValues; ++j) {
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {
+        const int key = 32 * i + lane;
+        if (key < args.key_dim && first + j < args.value_dim) {
+          x.store(at + key * x.stride[2] + (first + j) * x.stride[3], s[j][i]);
+        }
+      }
+    }
+  };
+  int64_t to_checkpoint = args.checkpoints.every;  // tokens
   const GateArgs& gates = args.gates;
   for (int64_t token = sequence.begin; token < sequence.begin + sequence.length; ++token) {
     float q[kPerLane];
@@ -120,20 +139,13 @@ __global__ void __launch_bounds__(kRecurrentThreads) recurrent_kernel(const Recu
                      args.scale * (sq + r * qk));
       }
     }
-  }
-  const TensorArg& ht = args.final_state;
-  if (!ht) return;
-#pragma unroll
-  for (int j = 0; j < kRecurrentValues; ++j) {
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      const int key = 32 * i + lane;
-      if (key < args.key_dim && first + j < args.value_dim) {
-        ht.store(sequence_index * ht.stride[0] + head * ht.stride[1] + key * ht.stride[2] + (first + j) * ht.stride[3],
-                 s[j][i]);
-      }
+    if (--to_checkpoint == 0) {
+      to_checkpoint = args.checkpoints.every;
+      const CheckpointArgs& checkpoints = args.checkpoints;
+      store_state(checkpoints.states, checkpoints.row(args.sequences, sequence_index, token + 1 - sequence.begin));
     }
   }
+  if (args.final_state) store_state(args.final_state, args.final_slots.of(sequence_index));
 }
 
 }  // namespace cula::gdn::cuda

@@ -42,6 +42,32 @@ TensorArg state_arg(const DLTensor* tensor, const char* name, bool v_first) {
   return arg;
 }
 
+StateSlots state_slots(const DLTensor* state_indices, const DLTensor* pool) {
+  StateSlots slots;
+  if (state_indices == nullptr || pool == nullptr) return slots;
+  const TensorView view = TensorView::from(state_indices, "state_indices");
+  slots.indices = view.data;
+  slots.wide = view.dtype == DType::kInt64;
+  slots.stride = view.stride[0];
+  slots.count = pool->shape[0];
+  return slots;
+}
+
+CheckpointArgs checkpoint_args(const Problem& problem, const ForwardTensors& tensors) {
+  CheckpointArgs args;
+  // No sequence can get to a checkpoint: also where cu_seqlens changes under a captured graph.
+  if (tensors.state_checkpoints == nullptr || tensors.checkpoint_every_n_tokens > problem.tokens) return args;
+  args.states = state_arg(tensors.state_checkpoints, "state_checkpoints", problem.state_v_first);
+  args.rows = tensors.state_checkpoints->shape[0];
+  args.every = tensors.checkpoint_every_n_tokens;
+  const TensorView starts = TensorView::from(tensors.checkpoint_cu_starts, "checkpoint_cu_starts");
+  if (!starts) return args;
+  args.starts = starts.data;
+  args.wide = starts.dtype == DType::kInt64;
+  args.stride = starts.stride[0];
+  return args;
+}
+
 TensorArg chunk_state_arg(const DLTensor* tensor, const char* name, DType operand, bool v_first) {
   const TensorView view = TensorView::from(tensor, name);
   TensorArg arg = plain_arg(view);

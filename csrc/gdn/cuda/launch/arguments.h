@@ -16,6 +16,11 @@ TensorArg token_arg(const DLTensor* tensor, const char* name, DType operand);
 // [N, HV, K, V] or, v_first, [N, HV, V, K]; always seen as sequence, head, key, value.
 TensorArg state_arg(const DLTensor* tensor, const char* name, bool v_first);
 
+// How sequences find their matrix in such a tensor, a pool if there are state_indices.
+StateSlots state_slots(const DLTensor* state_indices, const DLTensor* pool);
+
+CheckpointArgs checkpoint_args(const Problem& problem, const ForwardTensors& tensors);
+
 // [B, NT, HV, K, V] or [B, NT, HV, V, K]; seen as batch, chunk, head, key, value.
 TensorArg chunk_state_arg(const DLTensor* tensor, const char* name, DType operand, bool v_first);
 

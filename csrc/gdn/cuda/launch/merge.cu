@@ -33,6 +33,7 @@ MergeArgs segment_merge(const ForwardScanArgs& args) {
   merge.key_dim = args.key_dim;
   merge.value_dim = args.value_dim;
   merge.entry = args.initial_state;
+  merge.slots = args.initial_slots;
   merge.summary = args.summary;
   merge.map = args.summary;
   merge.map.data = static_cast<float*>(merge.map.data) + args.value_dim;
@@ -43,6 +44,7 @@ MergeArgs segment_merge(const ForwardScanArgs& args) {
 MergeArgs segment_merge(const AdjointScanArgs& args, const ForwardScanArgs& forward) {
   MergeArgs merge = segment_merge(forward);
   merge.entry = args.grad_final_state;
+  merge.slots = {};
   merge.summary = args.summary;
   merge.seeds = args.seeds;
   return merge;
