@@ -53,6 +53,10 @@ void call(const std::string& name, const Plan& plan, DLTensor** t, const double*
     const SavedTensors saved = {t[10], t[11], t[12], t[13], t[14]};
     ForwardTensors f = {t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], t[9], nullptr, t[15]};
     if (t[14] != nullptr) f.saved = &saved;
+    f.state_indices = t[16];
+    f.state_checkpoints = t[17];
+    f.checkpoint_cu_starts = t[18];
+    f.checkpoint_every_n_tokens = static_cast<int64_t>(s[0]);
     if (name == "forward") return forward(plan, f, workspace, stream);
     return recurrent_forward(plan, f, stream);
   }

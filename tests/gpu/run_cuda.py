@@ -17,14 +17,25 @@ import time
 from pathlib import Path
 
 import torch
-from harness import page
+from harness import page, pools
 from harness.checks import against_baseline, bits, guarded, large_checks, sanitizer_checks, small_checks
 from harness.library import Library
 from harness.runner import Runner
 from harness.timing import host_cost, timings
 
 # A fault or a hang costs the group it happens in and no other: each runs in a process of its own.
-GROUPS = ["stages bf16", "stages fp16", "stages fp32", "op bf16", "op fp16", "op fp32", "errors at most", "bits"]
+GROUPS = [
+    "stages bf16",
+    "stages fp16",
+    "stages fp32",
+    "op bf16",
+    "op fp16",
+    "op fp32",
+    "errors at most",
+    "bits",
+    "pool",
+    "checkpoints",
+]
 GROUP_LIMIT_S = 100
 
 
@@ -78,10 +89,13 @@ def main() -> int:
         sanitizer_checks(run)
     elif not arguments.no_checks:
         small_checks(run, backward)
+        pools.small(run)
+        pools.general(run)
         if backward and not arguments.emulated and not arguments.small:
             large_checks(run)
             guarded(run, "errors at most FLA's", against_baseline)
             guarded(run, "bits", bits)
+            guarded(run, "pools: replay", pools.replay)
     print(f"{run.count - len(run.failures)} of {run.count} checks passed in {time.time() - start:.0f} s", flush=True)
     for failure in run.failures:
         print("failed:", failure, flush=True)

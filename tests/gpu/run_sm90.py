@@ -17,6 +17,7 @@ import sys
 import time
 
 import torch
+from harness import pools
 from harness.checks import BF16, FP16, NAMES, against_baseline, bits, guarded
 from harness.library import Library, Shape, Tensor
 from harness.reference import INFINITY, Options, error, make_inputs, recurrence, to_device
@@ -324,6 +325,9 @@ def main() -> int:
             shapes(run)
             guarded(run, "errors at most FLA's", against_baseline)
             guarded(run, "bits", bits)
+        pools.small(run, 128, 128)
+        pools.segments(run)
+        guarded(run, "pools: replay", pools.replay)
         guarded(run, "segments", segments)
         guarded(run, "hidden tokens", hidden_tokens)
         guarded(run, "long sequence", long_sequence)
