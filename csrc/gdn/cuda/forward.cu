@@ -126,7 +126,11 @@ void forward(const Plan& plan, const ForwardTensors& t, Workspace workspace, Str
       launch_state_summary<T>(scan, cut.schedule.narrow, stream);
       launch_merge(segment_merge(scan), false, stream);
     }
-    launch_forward_scan<T>(scan, cut.schedule.narrow, stream);
+    if (scan.checkpoints.states) {
+      launch_checkpointed_scan<T>(scan, cut.schedule.narrow, stream);
+    } else {
+      launch_forward_scan<T>(scan, cut.schedule.narrow, stream);
+    }
   });
   launch_zero_padding(call.sequences, scan.o, problem.value_heads, problem.value_dim, stream);
 }

@@ -3,15 +3,23 @@
 //   W = beta (v - decay (K S));  V' = A W;  O = scale decay (Q S) + P V';  S <- chunk_decay S + K^T (to_end V')
 //
 // with the state in registers (collective/state.cuh) and all other operands in tiles that other warps bring ahead
-// (collective/scan.cuh). Three kernels run it: forward writes O; the backward pass wants the states and V'; the summary
-// of a segment wants what it makes of no state, S_ext, and of any, M.
+// (collective/scan.cuh). Four kernels run it: forward writes O; another one the states on the way too, which costs
+// registers; the backward pass wants the states and V'; the summary of a segment wants what it makes of no state,
+// S_ext, and of any, M.
 #pragma once
 
 #include "gdn/cuda/collective/scan.cuh"
 
 namespace cula::gdn::cuda {
 
-enum class ScanResult { kOutput, kStates, kSummary };
+enum class ScanResult { kOutput, kStates, kSummary, kCheckpoints };
+constexpr bool has_output(ScanResult result) {
+  return result == ScanResult::kOutput || result == ScanResult::kCheckpoints;
+}
+
+// With checkpoints a block has the registers of a multiprocessor for itself.
+template <class T, int kKeyDim, class Team, ScanResult kResult>
+inline constexpr int kForwardResidency = kResult == ScanResult::kCheckpoints ? 1 : kScanResidency<T, kKeyDim, Team>;
 
 struct ForwardScanArgs {
   SequenceTable sequences;
@@ -54,17 +62,17 @@ struct ForwardScanShared {
     Tile<T, kRows> P;
   };
   struct Nothing {};
-  struct Chunk : std::conditional_t<kResult == ScanResult::kOutput, Scores, Nothing> {
+  struct Chunk : std::conditional_t<has_output(kResult), Scores, Nothing> {
     Tile<T, kKeyDim> k;
     Tile<T, kRows> A;
     Tile<T, Team::kValues> v;
     float factors[3][kRows];  // decay, to_end, beta
     alignas(16) int rows;
+    int checkpoint;  // kCheckpoints: row for the state behind the chunk; -1: none
   };
   // Of a pair of warps: K S, and Q S.
-  static constexpr int kPartialFloats =
-      Team::kSplit == 1 ? 0 : (kResult == ScanResult::kOutput ? 2 : 1) * Team::kSplit * 8 * 128;
-  static constexpr bool kQueries = kResult == ScanResult::kOutput;
+  static constexpr int kPartialFloats = Team::kSplit == 1 ? 0 : (has_output(kResult) ? 2 : 1) * Team::kSplit * 8 * 128;
+  static constexpr bool kQueries = has_output(kResult);
 
   static constexpr size_t bytes(const ScanPipeline& pipeline) {
     return pipeline.stages * sizeof(Chunk) + (kQueries && !pipeline.shared_tile ? sizeof(Tile<T, kKeyDim>) : 0) +
@@ -73,7 +81,7 @@ struct ForwardScanShared {
 };
 
 template <class T, int kKeyDim, class Team, ScanResult kResult>
-__global__ void __launch_bounds__(Team::kThreads, (kScanResidency<T, kKeyDim, Team>))
+__global__ void __launch_bounds__(Team::kThreads, (kForwardResidency<T, kKeyDim, Team, kResult>))
     forward_scan_kernel(const ForwardScanArgs args) {
   using Shared = ForwardScanShared<T, kKeyDim, Team, kResult>;
   using SharedChunk = typename Shared::Chunk;
@@ -82,7 +90,8 @@ __global__ void __launch_bounds__(Team::kThreads, (kScanResidency<T, kKeyDim, Te
   constexpr int kP = kPitch<kKeyDim>;
   constexpr int kValues = Team::kValues;
   constexpr int kValuePitch = kPitch<kValues>;
-  constexpr bool kOutput = kResult == ScanResult::kOutput;
+  constexpr bool kOutput = has_output(kResult);
+  constexpr bool kCheckpoints = kResult == ScanResult::kCheckpoints;
   constexpr bool kSummary = kResult == ScanResult::kSummary;
 
   auto* chunks = reinterpret_cast<SharedChunk*>(dynamic_shared_memory());
@@ -129,7 +138,18 @@ __global__ void __launch_bounds__(Team::kThreads, (kScanResidency<T, kKeyDim, Te
         load_lower_tile_by<T, Team::kLoadThreads>(chunk.P.data, args.P, window, load_thread<Team>());
       load_factors<Team>(chunk.factors, factors + window.batch * args.sequences.tokens + window.token,
                          args.factor_stride, window.rows);
-      if (load_thread<Team>() == 0) chunk.rows = window.rows;
+      [[maybe_unused]] int checkpoint = -1;
+      if constexpr (kCheckpoints) {
+        const CheckpointArgs& checkpoints = args.checkpoints;
+        const int64_t tokens = (segment.first_chunk + c) * args.sequences.chunk_size + window.rows;
+        if (tokens % checkpoints.every == 0) {
+          checkpoint = static_cast<int>(checkpoints.row(args.sequences, segment.sequence_index, tokens));
+        }
+      }
+      if (load_thread<Team>() == 0) {
+        chunk.rows = window.rows;
+        if constexpr (kCheckpoints) chunk.checkpoint = checkpoint;
+      }
       window.column = of_map ? 0 : block_value;
       window.columns = columns;
       load_tile_by<T, kValues, Team::kLoadThreads>(chunk.v.data, args.v, window, load_thread<Team>());
@@ -180,23 +200,6 @@ __global__ void __launch_bounds__(Team::kThreads, (kScanResidency<T, kKeyDim, Te
   const int key = key_part * kKeys;
   [[maybe_unused]] float* pair_partial = partial + row_block * Shared::kPartialFloats;
   ScanConsumer<Team> consumer(segment.num_chunks, args.pipeline);
-  // Chunks left in the one behind which the next checkpoint is; none if the loop does not get there.
-  [[maybe_unused]] int checkpoint_left = 0;
-  if constexpr (kOutput) {
-    if (args.checkpoints.states) {
-      const int every = static_cast<int>(args.checkpoints.every) / args.sequences.chunk_size;
-      checkpoint_left = segment.num_chunks + 1 - every + static_cast<int>(segment.first_chunk % every);
-    }
-  }
-  // Everything but the state is found again, rather than kept through the loop.
-  [[maybe_unused]] const auto store_checkpoint = [&](int chunks_left) {
-    ScanUnit here;
-    find_unit(args.sequences, args.value_heads, blocks, opaque(static_cast<int64_t>(blockIdx.x)), here);
-    const int64_t chunks_done = here.segment.first_chunk + here.segment.num_chunks - chunks_left + 1;
-    const int64_t row =
-        args.checkpoints.row(args.sequences, here.segment.sequence_index, chunks_done * args.sequences.chunk_size);
-    store_state_as<float, kKeys>(s, args.checkpoints.states, part_of(here, row));
-  };
   for (; consumer.left() > 0; consumer.release_chunk()) {
     const SharedChunk& chunk = chunks[consumer.stage()];
     if constexpr (kResult == ScanResult::kStates) {
@@ -247,10 +250,12 @@ __global__ void __launch_bounds__(Team::kThreads, (kScanResidency<T, kKeyDim, Te
     scale(s, chunk.factors[0][chunk.rows - 1]);
     scale_columns(v, chunk.factors[1]);
     update_state<T, kP, kKeys>(s, v, chunk.k.data, key);
-    if constexpr (kOutput) {
-      if (consumer.left() == checkpoint_left) {
-        checkpoint_left -= static_cast<int>(args.checkpoints.every) / args.sequences.chunk_size;
-        if (chunk.rows == args.sequences.chunk_size) store_checkpoint(consumer.left());
+    if constexpr (kCheckpoints) {
+      if (chunk.checkpoint >= 0) {
+        // As behind the loop.
+        ScanUnit here;
+        find_unit(args.sequences, args.value_heads, blocks, opaque(static_cast<int64_t>(blockIdx.x)), here);
+        store_state_as<float, kKeys>(s, args.checkpoints.states, part_of(here, chunk.checkpoint));
       }
     }
     result_at += args.sequences.chunk_size * result.stride[1];

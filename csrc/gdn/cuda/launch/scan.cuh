@@ -34,8 +34,8 @@ template <class T, int kKeyDim, class Team, ScanResult kResult>
 void launch_scan(ForwardScanArgs args, const char* name, device::Stream stream) {
   using Shared = ForwardScanShared<T, kKeyDim, Team, kResult>;
   constexpr int kValues = Team::kValues;
-  args.pipeline = choose_pipeline(Shared::kQueries ? 2 : kMaxStages, Shared::kQueries, kScanResidency<T, kKeyDim, Team>,
-                                  Shared::bytes);
+  args.pipeline = choose_pipeline(Shared::kQueries ? 2 : kMaxStages, Shared::kQueries,
+                                  kForwardResidency<T, kKeyDim, Team, kResult>, Shared::bytes);
   args.value_blocks = (args.value_dim + kValues - 1) / kValues;
   const int64_t map_blocks = kResult == ScanResult::kSummary ? (args.key_dim + kValues - 1) / kValues : 0;
   device::launch<forward_scan_kernel<T, kKeyDim, Team, kResult>>(
@@ -90,6 +90,12 @@ template <class T>
 void launch_forward_scan(const ForwardScanArgs& args, bool narrow, device::Stream stream) {
   with_key_dim(args.key_dim, [&](auto keys) {
     launch_scan_for<T, keys(), ScanResult::kOutput>(args, narrow, "forward_scan", stream);
+  });
+}
+template <class T>
+void launch_checkpointed_scan(const ForwardScanArgs& args, bool narrow, device::Stream stream) {
+  with_key_dim(args.key_dim, [&](auto keys) {
+    launch_scan_for<T, keys(), ScanResult::kCheckpoints>(args, narrow, "checkpointed_scan", stream);
   });
 }
 template <class T>

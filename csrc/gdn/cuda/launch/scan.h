@@ -10,6 +10,9 @@ namespace cula::gdn::cuda {
 
 template <class T>
 void launch_forward_scan(const ForwardScanArgs& args, bool narrow, device::Stream stream);
+// The same, with the states on the way (ForwardScanArgs::checkpoints).
+template <class T>
+void launch_checkpointed_scan(const ForwardScanArgs& args, bool narrow, device::Stream stream);
 template <class T>
 void launch_state_scan(const ForwardScanArgs& args, bool narrow, device::Stream stream);
 template <class T>
