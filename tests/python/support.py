@@ -10,9 +10,35 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cula.gdn import chunk_gated_delta_rule, library_info, reference_gated_delta_rule
+from cula.gdn import _native, chunk_gated_delta_rule, library_info, reference_gated_delta_rule, stages
 
-DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() and "cuda" in library_info().backends else [])
+
+def _backends() -> list[str]:
+    names = library_info().backends
+    if not torch.cuda.is_available() or "cuda" not in names:
+        return ["cpu"]
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    return ["cpu", "cuda", "sm90"] if hopper and "sm90" in names else ["cpu", "cuda"]
+
+
+# What this build has and this machine can run.
+BACKENDS = _backends()
+
+
+def backend_instead_of_auto(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of the library that would let it choose a backend name this one."""
+
+    def naming(function: Any) -> Any:
+        # The backend is the last argument but one of every function (see _native).
+        return lambda *arguments: function(*arguments[:-2], name if arguments[-2] == "auto" else arguments[-2],
+                                           arguments[-1])  # fmt: skip
+
+    for entry in ("forward", "backward", "recurrent_forward"):
+        monkeypatch.setattr(_native, entry, naming(getattr(_native, entry)))
+    for stage in vars(stages).values():
+        if isinstance(stage, stages._Stage):
+            monkeypatch.setattr(stage, "run", naming(stage.run))
+
 
 # Relative L2 error of outputs and states against float64; gradients may have twice as much, and those of the gate's
 # parameters, sums over all tokens that partly cancel, 2.5 times that (the ratio of FLA's own tolerances).

@@ -442,7 +442,7 @@ def spread(x: torch.Tensor, dim: int, room: int = 2**31 + 2**20) -> torch.Tensor
     """
     step = room // max(x.shape[dim] - 1, 1)
     try:
-        buffer = torch.empty(room + x.numel(), dtype=x.dtype)
+        buffer = torch.empty(room + x.numel(), dtype=x.dtype, device=x.device)
     except RuntimeError:
         pytest.skip("not enough address space")
     inner = torch.empty(x.select(dim, 0).shape).stride()
@@ -453,16 +453,16 @@ def spread(x: torch.Tensor, dim: int, room: int = 2**31 + 2**20) -> torch.Tensor
 
 
 @parametrize(name=["q", "k", "v", "g", "beta"])
-def test_case_29_offsets_past_2_to_the_31_along_tokens(name):
-    inputs = make_inputs(1, 130, 1, 2, 16, 16, dtype=torch.bfloat16)
+def test_case_29_offsets_past_2_to_the_31_along_tokens(name, device):
+    inputs = make_inputs(1, 130, 1, 2, 16, 16, dtype=torch.bfloat16, device=device)
     inputs |= {n: inputs[n].bfloat16() for n in ("g", "beta")}
     gradients = output_gradients(inputs, {})
     expected = run(inputs, gradients=gradients)
     assert_identical(run(inputs | {name: spread(inputs[name], 1)}, gradients=gradients), expected)
 
 
-def test_case_29_offsets_past_2_to_the_31_along_batch_heads_and_gradients():
-    inputs = make_inputs(3, 70, 2, 4, 16, 16, dtype=torch.bfloat16)
+def test_case_29_offsets_past_2_to_the_31_along_batch_heads_and_gradients(device):
+    inputs = make_inputs(3, 70, 2, 4, 16, 16, dtype=torch.bfloat16, device=device)
     do, dht = output_gradients(inputs, {})
     expected = run(inputs, gradients=(do, dht))
     assert_identical(run(inputs | {"q": spread(inputs["q"], 0)}, gradients=(do, dht)), expected)
@@ -472,9 +472,9 @@ def test_case_29_offsets_past_2_to_the_31_along_batch_heads_and_gradients():
     assert_identical(run(inputs, gradients=(do, spread(dht, 0))), run(inputs, gradients=(do, dht)))
 
 
-def test_case_30_state_pool_past_2_to_the_31():
-    inputs = make_inputs(lengths=[1] * 5, H=1, HV=2, K=16, V=16)
-    inputs["initial_state"] = torch.zeros(5, 2, 16, 16, dtype=torch.bfloat16)
+def test_case_30_state_pool_past_2_to_the_31(device):
+    inputs = make_inputs(lengths=[1] * 5, H=1, HV=2, K=16, V=16, device=device)
+    inputs["initial_state"] = torch.zeros(5, 2, 16, 16, dtype=torch.bfloat16, device=device)
     inputs["initial_state"][-1] = torch.randn(2, 16, 16)
     gradients = output_gradients(inputs, {})
     expected = run(inputs, gradients=gradients)
@@ -700,13 +700,14 @@ def test_the_reference_itself_on_a_case():
 
 
 @pytest.mark.parametrize("lowest", [-1e3, -1e12, torch.finfo(torch.float32).min, float("-inf")])
-def test_case_02_gates_too_low_to_leave_anything(lowest):
+def test_case_02_gates_too_low_to_leave_anything(lowest, device):
     """Masks are written as the lowest number of a type; the gates behind one must keep their digits."""
     torch.manual_seed(0)
     q, k = (F.normalize(torch.randn(1, 64, 1, 32), dim=-1) for _ in range(2))
     v, beta = torch.randn(1, 64, 1, 32), torch.rand(1, 64, 1)
     g = F.logsigmoid(torch.randn(1, 64, 1))
     g[0, 5] = float("-inf")
+    q, k, v, g, beta = (x.to(device) for x in (q, k, v, g, beta))
     expected, expected_state = chunk_gated_delta_rule(q, k, v, g, beta, output_final_state=True)
     g[0, 5] = lowest
     o, state = chunk_gated_delta_rule(q, k, v, g, beta, output_final_state=True)
@@ -714,7 +715,7 @@ def test_case_02_gates_too_low_to_leave_anything(lowest):
     assert torch.equal(state, expected_state)
 
 
-def test_case_21_norm_whose_square_passes_float32():
-    x = torch.randn(1, 4, 2, 8) * 1e25
+def test_case_21_norm_whose_square_passes_float32(device):
+    x = torch.randn(1, 4, 2, 8, device=device) * 1e25
     y, _ = stages.l2norm_fwd(x)
-    torch.testing.assert_close(y.norm(dim=-1), torch.ones(1, 4, 2))
+    torch.testing.assert_close(y.norm(dim=-1), torch.ones(1, 4, 2, device=device))
