@@ -8,7 +8,7 @@ use_qk_l2norm_in_kernel the normalised q and k and their 1 / norm stand in for q
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -140,7 +140,8 @@ def _backward(ctx: Any, *gradients: Any) -> OptionalTensors:
     if grad_o is None and grad_final_state is None:
         return (None,) * _NUM_FORWARD_ARGUMENTS
     wanted = ctx.needs_input_grad[:NUM_DIFFERENTIABLE]
-    results = _gradient_operator()(grad_o, grad_final_state, *ctx.saved_tensors, wanted, *ctx.options)
+    tensors = (grad_o, grad_final_state, *ctx.saved_tensors)
+    results = _gradient_operator(tensors)(*tensors, wanted, *ctx.options)
     return (*results, *(None,) * (_NUM_FORWARD_ARGUMENTS - NUM_DIFFERENTIABLE))
 
 
@@ -232,6 +233,19 @@ torch.library.register_autograd("cula_gdn::chunk_forward", _backward, setup_cont
 torch.library.register_autograd("cula_gdn::chunk_backward", _refuse_double_backward, lib=library)
 
 
+# The dispatcher takes longer than all the rest that a short call costs the host. A call that nobody listens to can do
+# without it: plain tensors, and no mode, transform, compiler or tracer to see the operator.
+_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
+
+
+def _is_plain(tensors: Sequence[Tensor | None]) -> bool:
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return False
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        return False
+    return _PLAIN_TYPES.issuperset(map(type, tensors)) and not any(x is not None and x.is_meta for x in tensors)
+
+
 class _ChunkFunction(torch.autograd.Function):
     """The same gradient as registered with torch.library, at a fifth of the time a call: for eager calls."""
 
@@ -240,6 +254,18 @@ class _ChunkFunction(torch.autograd.Function):
         results = chunk_forward(*arguments)
         _setup_context(ctx, arguments, results)
         return results  # type: ignore[no-any-return]
+
+    backward = staticmethod(_backward)
+
+
+class _PlainFunction(torch.autograd.Function):
+    """`_ChunkFunction` without the dispatcher in between."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> OptionalTensors:
+        results = _chunk_forward(*arguments)
+        _setup_context(ctx, arguments, results)
+        return results
 
     backward = staticmethod(_backward)
 
@@ -260,12 +286,17 @@ class _TransformedGradient(torch.autograd.Function):
     vmap = staticmethod(_vmap_refusal(_FUNCTION))
 
 
-def _gradient_operator() -> Callable[..., Any]:
-    return _TransformedGradient.apply if torch._C._are_functorch_transforms_active() else chunk_backward
+def _gradient_operator(tensors: Sequence[Tensor | None]) -> Callable[..., Any]:
+    if torch._C._are_functorch_transforms_active():
+        return _TransformedGradient.apply  # type: ignore[no-any-return]
+    # With gradients on, a gradient of this gradient may be asked for: the registered operator refuses it by name.
+    return _chunk_backward if not torch.is_grad_enabled() and _is_plain(tensors) else chunk_backward
 
 
-def forward_operator(saves: bool) -> Callable[..., Any]:
+def forward_operator(saves: bool, inputs: Sequence[Tensor | None]) -> Callable[..., Any]:
     """What computes a call: compilers, and calls without a gradient, see the registered operator itself."""
     if torch._C._are_functorch_transforms_active():
         return _TransformedFunction.apply  # type: ignore[no-any-return]
+    if _is_plain(inputs):
+        return _PlainFunction.apply if saves else _chunk_forward
     return _ChunkFunction.apply if saves and not torch.compiler.is_compiling() else chunk_forward

@@ -175,7 +175,7 @@ def chunk_gated_delta_rule(
     saves = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     if cp_context is not None and cp_context.group is not None:
         return context_parallel(cp_context, inputs, chunk_indices, output_final_state, saves, options)
-    o, final_state, *_ = forward_operator(saves)(
+    o, final_state, *_ = forward_operator(saves, (*inputs, cu_seqlens, cu_seqlens_cpu, chunk_indices))(
         *inputs, cu_seqlens, cu_seqlens_cpu, chunk_indices, output_final_state, saves, *options
     )
     return o, final_state
