@@ -41,9 +41,12 @@ GROUP_LIMIT_S = 100
 
 def isolated(arguments: argparse.Namespace) -> int:
     command = [sys.executable, __file__, "--library", arguments.library]
+    command += ["--forward-only"] * arguments.forward_only + ["--small"] * arguments.small
     groups = [[*command, "--no-timing", "--only", name] for name in GROUPS]
     scratch = tempfile.TemporaryDirectory()
     figures = Path(scratch.name) / "figures.json"
+    if arguments.no_checks:
+        groups = []
     if not arguments.no_timing:
         kernels = ["--kernels"] if arguments.kernels else []
         groups.append([*command, "--no-checks", "--figures", str(figures), *kernels])
@@ -55,7 +58,7 @@ def isolated(arguments: argparse.Namespace) -> int:
             status = -1
         if status != 0:
             bad += 1
-            print(f"FAIL group {group[3:]}: {'timed out' if status == -1 else f'status {status}'}", flush=True)
+            print(f"FAIL group {group[4:]}: {'timed out' if status == -1 else f'status {status}'}", flush=True)
     verdict = f"{len(groups) - bad} of {len(groups)} groups passed"
     print(verdict, flush=True)
     if arguments.results and figures.exists():
@@ -79,13 +82,23 @@ def main() -> int:
     parser.add_argument("--figures", help="file for the timings as JSON")
     parser.add_argument("--results", help="with --isolated: folder for the results page")
     parser.add_argument("--commit", default="unknown", help="that the library was built from")
+    parser.add_argument("--as-it-comes", action="store_true", help="do not fill memory first: for initcheck")
     arguments = parser.parse_args()
     if arguments.isolated:
+        alone = [
+            name for name in ("only", "emulated", "sanitizer", "figures", "as_it_comes") if getattr(arguments, name)
+        ]
+        if alone:
+            parser.error(f"--{alone[0].replace('_', '-')}: not with --isolated")
         return isolated(arguments)
-    run = Runner(Library(arguments.library, "cpu" if arguments.emulated else "cuda"), arguments.only)
+    if arguments.results:
+        parser.error("--results: only with --isolated")
+    device = "cpu" if arguments.emulated else "cuda"
+    run = Runner(Library(arguments.library, device, filled=not arguments.as_it_comes), arguments.only)
     start = time.time()
     backward = not arguments.forward_only
     if arguments.sanitizer:
+        run.reference_device = "cpu"
         sanitizer_checks(run)
     elif not arguments.no_checks:
         small_checks(run, backward)

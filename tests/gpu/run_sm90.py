@@ -144,6 +144,16 @@ def emulated(run: Runner) -> None:
     run.operator("emulated gate -20", Shape(BF16, T=128, K=128, V=128), Options(constant_gate=-20.0))
 
 
+def sanitizer_checks(run: Runner) -> None:
+    """Every kernel once, as small as it gets."""
+    run.reference_device = "cpu"
+    flags = {"l2norm": True, "gate": True, "sigmoid": True, "v_first": True}
+    run.operator("op bf16 packed", Shape(BF16, T=150, H=1, HV=2, K=64, V=64, offsets=[0, 1, 64, 64, 140], **flags))
+    run.operator("op bf16 K128", Shape(BF16, T=150, H=1, HV=2, K=128, V=128))
+    run.operator("op fp16 64x128", Shape(FP16, T=150, H=2, HV=2, K=64, V=128))
+    run.operator("op bf16 segments", Shape(BF16, T=4333, H=1, HV=1, K=128, V=128), Options(gate_scale=1 / 256))
+
+
 def windows(run: Runner) -> None:
     """Inputs so large that backward goes through them in windows, against the general backend."""
     lengths = (0, 7000, 0, 20001, 4000)
@@ -306,10 +316,17 @@ def main() -> int:
     parser.add_argument("--no-checks", action="store_true")
     parser.add_argument("--kernels", action="store_true", help="time by kernel")
     parser.add_argument("--json", type=pathlib.Path, help="write the figures there")
+    parser.add_argument("--sanitizer", action="store_true", help="the few checks that compute-sanitizer runs over")
+    parser.add_argument("--as-it-comes", action="store_true", help="do not fill memory first: for initcheck")
     arguments = parser.parse_args()
-    library = Library(arguments.library, "cpu" if arguments.emulated else "cuda", "sm90")
+    device = "cpu" if arguments.emulated else "cuda"
+    library = Library(arguments.library, device, "sm90", filled=not arguments.as_it_comes)
     run = Runner(library, arguments.only)
     start = time.time()
+    if arguments.sanitizer:
+        sanitizer_checks(run)
+        print(f"{run.count - len(run.failures)} of {run.count} checks passed", flush=True)
+        return 1 if run.failures or run.count == 0 else 0
     if arguments.emulated:
         emulated(run)
         print(f"{run.count - len(run.failures)} of {run.count} checks passed", flush=True)

@@ -133,7 +133,13 @@ class LibraryError(RuntimeError):
 
 
 class Library:
-    def __init__(self, path: str, device: str, backend: str = "cuda") -> None:
+    """The compiled library.
+
+    `filled`: memory that a call is to write is filled with NaN before it, and guarded behind its end. Tools that look
+    for reads of memory that nobody wrote must have it as it comes instead.
+    """
+
+    def __init__(self, path: str, device: str, backend: str = "cuda", filled: bool = True) -> None:
         self.lib = ctypes.CDLL(path)
         self.backend = backend
         self.lib.cula_plan.restype = ctypes.c_void_p
@@ -141,6 +147,7 @@ class Library:
         self.lib.cula_workspace.restype = ctypes.c_int64
         self.lib.cula_workspace.argtypes = [ctypes.c_void_p, ctypes.c_int]
         self.device = device
+        self.filled = filled
         self.error = ctypes.create_string_buffer(1000)
 
     def plan(self, shape: Shape) -> int:
@@ -172,14 +179,16 @@ class Library:
         scalars: tuple[float, ...] = (),
         kind: int | None = None,
     ) -> Callable[[], None]:
-        """A function that makes the call; its workspace is poisoned behind its end."""
+        """A function that makes the call; its workspace is filled, and guarded behind its end."""
         views = [view(tensor) for tensor in tensors]
         pointers = (ctypes.POINTER(DLTensor) * 32)()
         for i, item in enumerate(views):
             if item is not None:
                 pointers[i] = ctypes.pointer(item)
         size = 0 if kind is None else self.lib.cula_workspace(plan, kind)
-        workspace = torch.full((size + 64,), 255, dtype=torch.uint8, device=self.device)
+        workspace = torch.empty(size + (64 if self.filled else 0), dtype=torch.uint8, device=self.device)
+        if self.filled:
+            workspace.fill_(255)
         numbers = (ctypes.c_double * 4)(*scalars)
 
         def call() -> None:

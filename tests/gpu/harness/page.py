@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import subprocess
 from pathlib import Path
 
@@ -21,18 +22,11 @@ def driver_version() -> str:
 
 
 def write(folder: Path, commit: str, records: list[Record], checks: str, host_us: float) -> None:
-    """h200-cuda.json and .md; figures of peers that an earlier JSON file holds for the same rows are kept."""
-    path = folder / "h200-cuda.json"
-    known = json.loads(path.read_text())["rows"] if path.exists() else []
-
-    def key(record: Record) -> tuple[object, ...]:
-        return tuple(record[name] for name in ("direction", "heads", "dims", "lengths"))
-
-    peers = {key(record): record["peers_ms"] for record in known}
-    for record in records:
-        record["peers_ms"] = record["peers_ms"] or peers.get(key(record), {})
+    """<gpu>-cuda.json and .md: figures of this run and no others."""
+    gpu = torch.cuda.get_device_name(0)
+    path = folder / f"{re.sub('[^a-z0-9]+', '-', gpu.lower().removeprefix('nvidia '))}-cuda.json"
     stamp = {
-        "gpu": torch.cuda.get_device_name(0),
+        "gpu": gpu,
         "driver": driver_version(),
         "cuda": torch.version.cuda,
         "commit": commit,
@@ -41,11 +35,10 @@ def write(folder: Path, commit: str, records: list[Record], checks: str, host_us
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(stamp | {"rows": records}, indent=1) + "\n")
     lines = [
-        "# The general CUDA backend on an H200",
+        f"# The general CUDA backend on an {gpu}",
         "",
-        f"{stamp['gpu']}, driver {stamp['driver']}, CUDA {stamp['cuda']}, torch {torch.__version__}, GPU code of "
-        f"commit {commit}. bf16, initial and final state, milliseconds, medians of graph replays. Written by "
-        "`make test-gpu`.",
+        f"Driver {stamp['driver']}, CUDA {stamp['cuda']}, torch {torch.__version__}, GPU code of commit {commit}.",
+        "bf16, initial and final state, milliseconds, medians of graph replays. Written by `make test-gpu`.",
         "",
         f"Checks: {checks}. A forward call of 64 tokens (16/32 heads) costs the host {host_us:.0f} µs through the C++ "
         "interface.",
@@ -53,11 +46,10 @@ def write(folder: Path, commit: str, records: list[Record], checks: str, host_us
         "MiB: forward's workspace, and what backward allocates (workspace and gradients). Errors: relative L2 against",
         "float64, of the first sequence's first key head and its value heads.",
         "",
-        "| direction | heads | K/V | lengths | ms | FLA 0.6.0 | ratio | MiB | errors |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| direction | heads | K/V | lengths | ms | MiB | errors |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for record in records:
-        fla = record["peers_ms"].get("fla") if isinstance(record["peers_ms"], dict) else None
         ours = record["ours_ms"]
         assert isinstance(ours, float)
         assert isinstance(record["error"], dict)
@@ -65,10 +57,8 @@ def write(folder: Path, commit: str, records: list[Record], checks: str, host_us
         cells = [
             *(str(record[name]) for name in ("direction", "heads", "dims", "lengths")),
             f"{ours:.3f}",
-            f"{fla:.3f}" if fla else "",
-            f"{fla / ours:.2f}" if fla else "",
             f"{record['peak_mib']:.0f}",
             errors,
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    (folder / "h200-cuda.md").write_text("\n".join(lines) + "\n")
+    path.with_suffix(".md").write_text("\n".join(lines) + "\n")

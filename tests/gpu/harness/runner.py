@@ -17,6 +17,7 @@ class Runner:
     def __init__(self, library: Library, only: str) -> None:
         self.library = library
         self.device = library.device
+        self.reference_device = library.device
         self.only = only
         self.failures: list[str] = []
         self.count = 0
@@ -43,7 +44,11 @@ class Runner:
 
     def empty(self, *dims: int, dtype: torch.dtype) -> Tensor:
         """NaN everywhere, so that what is not written shows."""
-        return torch.full(dims, float("nan"), dtype=dtype, device=self.device)
+        x = torch.empty(dims, dtype=dtype, device=self.device)
+        return x.fill_(float("nan")) if self.library.filled else x
+
+    def empty_like(self, x: Tensor) -> Tensor:
+        return self.empty(*x.shape, dtype=x.dtype)
 
     def saved(self, shape: Shape) -> list[Tensor | None]:
         B, T, H = shape.B, shape.T, shape.H
@@ -60,44 +65,35 @@ class Runner:
 
     # -- the operator
 
-    def forward(self, shape: Shape, options: Options, t: dict[str, Tensor], name: str = "forward",
-                saved: list[Tensor | None] | None = None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    def forward_arguments(
+        self, shape: Shape, options: Options, t: dict[str, Tensor], saved: list[Tensor | None] | None
+    ) -> tuple[list[Tensor | None], Tensor, Tensor | None]:
+        """What entry.cpp takes, and the two outputs among it."""
         o = self.empty(shape.B, shape.T, shape.HV, shape.V, dtype=shape.dtype)
         ht = self.empty(*shape.state(shape.N, shape.HV), dtype=torch.float32) if options.final_state else None
-        get = t.get
-        arguments = [
-            get("q"),
-            get("k"),
-            get("v"),
-            get("g"),
-            get("beta"),
-            get("A_log"),
-            get("dt_bias"),
-            get("h0"),
-            o,
-            ht,
-        ]
-        arguments += saved or [None] * 5
-        arguments += [self.cu_seqlens(shape, wide=saved is None)]
+        arguments = [t.get(name) for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "h0")]
+        return [*arguments, o, ht, *(saved or [None] * 5), self.cu_seqlens(shape, wide=saved is None)], o, ht
+
+    def forward(self, shape: Shape, options: Options, t: dict[str, Tensor], name: str = "forward",
+                saved: list[Tensor | None] | None = None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        arguments, o, ht = self.forward_arguments(shape, options, t, saved)
         kind = None if name == "recurrent_forward" else int(saved is not None)
         self.library.run(name, shape, arguments, kind=kind)
         return o, ht
 
-    def backward(self, shape: Shape, options: Options, t: dict[str, Tensor], saved: list[Tensor | None]
-                 ) -> dict[str, Tensor]:  # fmt: skip
-        get = t.get
-        out = {name: torch.full_like(t[name], float("nan"), memory_format=torch.contiguous_format)
-               for name in ("q", "k", "v", "g", "beta")}  # fmt: skip
-        if shape.gate:
-            out["A_log"] = torch.full_like(t["A_log"], float("nan"))
-            if "dt_bias" in t:
-                out["dt_bias"] = torch.full_like(t["dt_bias"], float("nan"))
-        if "h0" in t:
-            out["h0"] = torch.full_like(t["h0"], float("nan"))
-        q, k = (None, None) if shape.l2norm else (get("q"), get("k"))
-        arguments = [q, k, get("v"), get("g"), get("beta"), get("A_log"), get("dt_bias"), get("h0"), get("do")]
-        arguments += [get("dht"), *saved, self.cu_seqlens(shape)]
-        arguments += [out.get(name) for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "h0")]
+    def backward_arguments(
+        self, shape: Shape, t: dict[str, Tensor], saved: list[Tensor | None], wanted: tuple[str, ...] | None = None
+    ) -> tuple[list[Tensor | None], dict[str, Tensor]]:
+        """What entry.cpp takes, and the gradients among it by input; those in `wanted` alone, if it is given."""
+        order = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "h0")
+        out = {name: self.empty_like(t[name]) for name in order if name in t and (wanted is None or name in wanted)}
+        inputs = [None if shape.l2norm and name in ("q", "k") else t.get(name) for name in order]
+        inputs += [t.get("do"), t.get("dht"), *saved, self.cu_seqlens(shape)]
+        return [*inputs, *(out.get(name) for name in order)], out
+
+    def backward(self, shape: Shape, options: Options, t: dict[str, Tensor], saved: list[Tensor | None],
+                 wanted: tuple[str, ...] | None = None) -> dict[str, Tensor]:  # fmt: skip
+        arguments, out = self.backward_arguments(shape, t, saved, wanted)
         self.library.run("backward", shape, arguments, kind=2)
         return out
 
@@ -109,7 +105,10 @@ class Runner:
         t = to_device(make_inputs(shape, options), self.device)
         tolerance = TOLERANCE[shape.dtype] * factor
         try:
-            exact = {key: x.double().requires_grad_(key not in ("do", "dht")) for key, x in t.items()}
+            exact = {
+                key: x.to(self.reference_device).double().requires_grad_(key not in ("do", "dht"))
+                for key, x in t.items()
+            }
             expected_o, expected_ht = recurrence(shape, exact)
             errors: dict[str, tuple[float, float]] = {}
             o, ht = self.forward(shape, options, t)
@@ -143,6 +142,24 @@ class Runner:
                     torch.equal(torch.nan_to_num(actual[key]), torch.nan_to_num(repeated[key])) for key in actual
                 )
                 errors["repeat"] = (0.0 if same else INFINITY), 0.0
+            self.report(name, errors)
+        except Exception as exception:
+            self.fail(name, exception)
+
+    def unwanted(self, name: str, shape: Shape) -> None:
+        """Each gradient alone: as it is together with the others, whichever of them are not wanted."""
+        if not self.wanted(name):
+            return
+        options = Options()
+        t = to_device(make_inputs(shape, options), self.device)
+        try:
+            saved = self.saved(shape)
+            self.forward(shape, options, t, saved=saved)
+            together = self.backward(shape, options, t, saved)
+            errors = {}
+            for key, gradient in together.items():
+                alone = self.backward(shape, options, t, saved, (key,))[key]
+                errors[f"d{key}"] = (0.0 if torch.equal(alone, gradient) else INFINITY), 0.0
             self.report(name, errors)
         except Exception as exception:
             self.fail(name, exception)
