@@ -162,17 +162,6 @@ __device__ __forceinline__ void store_float(void* data, DType dtype, int64_t ind
   }
 }
 
-// 2^x to two units in the last place; what is below the normal range is 0.
-__device__ __forceinline__ float exp2_normal(float x) {
-#ifdef __CUDA_ARCH__
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-#else
-  return exp2f(x);
-#endif
-}
-
 // The same value, of which the compiler knows nothing: keeps it from computing dozens of addresses ahead of a loop and
 // spilling them (nvcc 13.0).
 __device__ __forceinline__ int64_t opaque(int64_t value) {

@@ -40,7 +40,7 @@ struct GateRow {
 
   // The decay from behind an earlier row through this one. Whatever a later row gives is not to be used.
   __device__ float since(const GateRow& earlier) const {
-    const float decay = exp2_normal((high - earlier.high) + (low - earlier.low));
+    const float decay = exp2_approx((high - earlier.high) + (low - earlier.low));
     return segment == earlier.segment ? decay : 0.0f;
   }
 };

@@ -54,18 +54,17 @@ void launch_state_gradient(const StateGradientArgs& args, device::Stream stream)
 
 template <class T>
 void launch_operand_stage(const OperandStageArgs& args, device::Stream stream) {
-  const size_t sums = args.group * kRows * sizeof(float);
   device::launch<operand_stage_kernel<T>>("chunk_bwd_dqkwg",
                                           {.blocks = args.sequences.num_slots() * args.heads,
                                            .threads = kStageThreads,
-                                           .shared_bytes = sizeof(OperandStageShared<T>) + sums,
+                                           .shared_bytes = sizeof(OperandStageShared<T>),
                                            .stream = stream},
                                           args);
 }
 
 template <class T>
 void launch_wy_stage(const WyStageArgs& args, device::Stream stream) {
-  const size_t sums = 2 * args.group * kRows * sizeof(float);
+  const size_t sums = args.group * kRows * sizeof(float);
   device::launch<wy_stage_kernel<T>>("prepare_wy_repr_bwd",
                                      {.blocks = args.sequences.num_slots() * args.heads,
                                       .threads = kStageThreads,

@@ -3,6 +3,7 @@
 
 #include "gdn/cuda/kernel/gradient_args.h"
 #include "gdn/cuda/kernel/stage_backward.cuh"
+#include "gdn/cuda/kernel/stage_gradient.cuh"
 #include "gdn/cuda/launch/kernels.h"
 
 namespace cula::gdn::cuda {

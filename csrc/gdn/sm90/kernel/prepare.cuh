@@ -172,7 +172,8 @@ __global__ void __launch_bounds__(kPrepareThreads, kKeyHeads == 1 ? 4 : (kKeyHea
     for (int r = 0; r < 2; ++r) {
       const int row = 2 * lane + r;
       const float square = *products.at(triangle_block(row >> 4, row >> 4), row & 15, row & 15);
-      norm *= fmaxf(1.0f, fabsf(1.0f - factors.beta[row] * square));
+      const float step = fabsf(1.0f - factors.beta[row] * square);
+      norm *= step <= 1.0f ? 1.0f : step;  // NaN stays: what it touched is not forgotten
     }
     const float log2_norm = warp_sum(log2f(norm));
     if (lane == 0) factors.log2_norm = log2_norm + (factors.chunk_decay == 0.0f ? -INFINITY : factors.gamma[kRows - 1]);
