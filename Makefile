@@ -1,7 +1,9 @@
 # make demo     train a small language model on real text, with everything set up from nothing
 # make test     C++ and Python tests, likewise
-# make test-gpu      the GPU suite and its results page, docs/results/h200-cuda.md; needs a GPU, nvcc and a torch with CUDA
+# make test-gpu      the GPU suite and its results page, docs/results/<gpu>-cuda.md; needs a GPU, nvcc and a torch with
+#                    CUDA; also the Python tests by backend, where GPU_PYTHON has apache-tvm-ffi and pytest
 # make sanitize-gpu  a subset of it under compute-sanitizer's four tools
+# make exchange-gpu  every stage exchanged with flash-linear-attention's, where GPU_PYTHON has that
 # make bench    the CPU benchmark page, docs/results/cpu.md
 # make lint     formatting, clang-tidy, ruff, mypy          make format   rewrite files as the formatters want them
 # make clean    remove what was built; .venv stays (make distclean removes it too)
@@ -31,7 +33,7 @@ export CULA_CUDA  # read by the wheel's build too
 sources := $(shell find cmake csrc cula tools/build_backend.py -type f -not -name '*.pyc' -not -name '*.so' 2>/dev/null)
 cpp_files = $(shell git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' | grep -v '^third_party/')
 
-.PHONY: demo test build test-cpp test-python test-gpu sanitize-gpu bench lint format clean distclean
+.PHONY: demo test build test-cpp test-python test-gpu sanitize-gpu exchange-gpu bench lint format clean distclean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.package
@@ -70,6 +72,9 @@ test-python: $(VENV)/.package
 	$(bin)/pytest $(PYTEST_ARGS)
 
 gpu_library = $(BUILD)/libcula_gdn_test.so
+is_hopper = nvidia-smi --query-gpu=compute_cap --format=csv,noheader | grep -q '^9\.0'
+# The package in this folder with the library that was built here.
+gpu_package = PYTHONPATH=$(CURDIR) CULA_GDN_LIBRARY=$(abspath $(BUILD))/libcula_gdn_ffi.so
 
 $(gpu_library): build
 	$(bin)/cmake --build $(BUILD) --target cula_gdn_test
@@ -77,14 +82,30 @@ $(gpu_library): build
 test-gpu: $(gpu_library)
 	$(GPU_PYTHON) tests/gpu/run_cuda.py --library $(gpu_library) --isolated --results docs/results \
 	  --commit $(shell git rev-parse --short HEAD) $(GPU_ARGS)
-	! nvidia-smi --query-gpu=compute_cap --format=csv,noheader | grep -q '^9\.0' || \
-	  $(GPU_PYTHON) tests/gpu/run_sm90.py --library $(gpu_library)
+	! $(is_hopper) || $(GPU_PYTHON) tests/gpu/run_sm90.py --library $(gpu_library)
+	! $(GPU_PYTHON) -c 'import tvm_ffi, pytest' || $(gpu_package) $(GPU_PYTHON) -m pytest $(gpu_tests) \
+	  --backends cuda$$($(is_hopper) && echo ,sm90)
 
-# Kernels of every kind on small shapes: the tools run them up to hundreds of times slower.
+# Those that run by backend.
+gpu_tests = $(addprefix tests/python/test_,cases.py stages.py operator.py autograd.py recurrent.py fla_tables.py \
+  compile.py gpu.py)
+
+# Kernels of every kind on small shapes: the tools run them up to hundreds of times slower, so only the library's own
+# kernels are looked at, but for initcheck, which must see who wrote memory. Every tensor is an allocation of its own,
+# or accesses behind its end, and reads of what an earlier tensor left there, would go unseen.
+sanitizer = PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 9
+sanitized = --library $(gpu_library) --sanitizer $(GPU_ARGS)
+
 sanitize-gpu: $(gpu_library)
-	for tool in memcheck racecheck synccheck initcheck; do \
-	  compute-sanitizer --tool $$tool --error-exitcode 9 $(GPU_PYTHON) tests/gpu/run_cuda.py \
-	    --library $(gpu_library) --sanitizer $(GPU_ARGS) || exit 1; done
+	for suite in run_cuda $$($(is_hopper) && echo run_sm90); do \
+	  for tool in memcheck racecheck synccheck; do \
+	    $(sanitizer) --tool $$tool --kernel-regex kns=cula $(GPU_PYTHON) tests/gpu/$$suite.py $(sanitized) || exit 1; \
+	  done; \
+	  $(sanitizer) --tool initcheck $(GPU_PYTHON) tests/gpu/$$suite.py $(sanitized) --as-it-comes || exit 1; \
+	done
+
+exchange-gpu: build
+	$(gpu_package) $(GPU_PYTHON) tests/gpu/fla_exchange.py $(GPU_ARGS)
 
 bench: $(VENV)/.package
 	$(bin)/python benchmarks/bench_cpu.py --json out/bench_cpu.json --page docs/results/cpu.md \
