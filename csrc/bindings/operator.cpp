@@ -107,7 +107,7 @@ void backward_op(Request request, Tensor q, Tensor k, Tensor v, Tensor g, Tensor
                           .grad_output = get(grad_output),
                           .grad_final_state = get(grad_final_state),
                           .cu_seqlens = request.cu_seqlens}));
-  const ScratchMemory scratch(plan.backward_workspace_bytes(), request.problem.device);
+  const ScratchMemory scratch(plan.backward_workspace_bytes(tensors), request.problem.device);
   backward(plan, tensors, scratch.get(), current_stream(request.problem));
 }
 

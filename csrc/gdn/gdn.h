@@ -83,6 +83,8 @@ struct SequenceRange {
   int64_t num_chunks;
 };
 
+struct BackwardTensors;
+
 class Plan {
  public:
   // Checks the problem and decides how it runs. Throws cula::Error.
@@ -105,6 +107,8 @@ class Plan {
   // `saves_for_backward`: whether SavedTensors will be passed.
   size_t forward_workspace_bytes(bool saves_for_backward) const;
   size_t backward_workspace_bytes() const;
+  // For these tensors: more, if the backend can not take them as they lie and gives them to another (describe says).
+  size_t backward_workspace_bytes(const BackwardTensors& tensors) const;
 
   // What was decided and why, for people.
   std::string describe() const;

@@ -4,6 +4,7 @@
 #include "common/host/cpu_features.h"
 #include "gdn/backend.h"
 #include "gdn/segments.h"
+#include "gdn/sm90/backward_schedule.h"
 #include "gdn/sm90/operator.h"
 #include "gdn/sm90/schedule.h"
 #include "gdn/validate.h"
@@ -131,6 +132,11 @@ size_t Plan::forward_workspace_bytes(bool saves_for_backward) const {
 
 size_t Plan::backward_workspace_bytes() const { return backend_table(backend_).backward_workspace_bytes(*this); }
 
+size_t Plan::backward_workspace_bytes(const BackwardTensors& tensors) const {
+  const auto for_tensors = backend_table(backend_).backward_workspace_bytes_for;
+  return for_tensors != nullptr ? for_tensors(*this, tensors) : backward_workspace_bytes();
+}
+
 std::string Plan::describe() const {
   const Problem& p = problem_;
   std::string text = concat("gated delta rule, backend ", backend_name(backend_), "\n  B=", p.batch, " T=", p.tokens,
@@ -148,8 +154,9 @@ std::string Plan::describe() const {
     text += concat("\n  passes over the chunks: ", choose_scan_schedule(sizes).describe(sizes.longest));
   }
   if (backend_ == Backend::kSm90) {
-    text += concat("\n  forward: ", sm90::choose_schedule(*this).describe(), "\n  backward: backend ",
-                   sm90::has_own_backward(*this) ? "sm90" : "cuda (sm90 if it is named)",
+    text += concat("\n  forward: ", sm90::choose_schedule(*this).describe(), "\n  backward: ",
+                   sm90::has_own_backward(*this) ? sm90::choose_backward_schedule(*this).describe()
+                                                 : "backend cuda (sm90 if it is named)",
                    "\n  stages, decoding, and operands whose rows are not aligned to 16 bytes: backend cuda");
   }
   text += concat("\n  workspace: forward ", forward_workspace_bytes(false), " B (", forward_workspace_bytes(true),

@@ -4,6 +4,7 @@
 
 #include "gdn/backend.h"
 #include "gdn/gdn.h"
+#include "gdn/sm90/backward_schedule.h"
 #include "gdn/stages.h"
 
 namespace {
@@ -27,7 +28,10 @@ struct CulaProblem {
 void* cula_plan(const CulaProblem* p, int device_id, char* error, size_t error_bytes);
 void cula_free_plan(void* plan);
 void cula_describe(void* plan, char* text, size_t bytes);
-int64_t cula_workspace(void* plan, int kind);  // 0 forward, 1 forward that saves, 2 backward
+int64_t cula_workspace(void* plan, int kind);               // 0 forward, 1 forward that saves, 2 backward
+int64_t cula_backward_workspace(void* plan, DLTensor** t);  // of the tensors of cula_call
+// Sizes of the sm90 backward's windows and segments that need few tokens; 0: as built.
+void cula_backward_sizes(int64_t window_bytes, int64_t shortest_segment);
 int cula_call(const char* operation, void* plan, DLTensor** t, const double* scalars, void* workspace,
               int64_t workspace_bytes, void* stream, char* error, size_t error_bytes);
 }
@@ -47,10 +51,17 @@ int guarded(char* error, size_t error_bytes, F&& f) {
   return 1;
 }
 
+SavedTensors saved_tensors(DLTensor** t) { return {t[10], t[11], t[12], t[13], t[14]}; }
+
+BackwardTensors backward_tensors(DLTensor** t, const SavedTensors& saved) {
+  return {t[0], t[1],  t[2],  t[3],  t[4],  t[5],  t[6],  t[7],  &saved, t[8],
+          t[9], t[16], t[17], t[18], t[19], t[20], t[21], t[22], t[23],  t[15]};
+}
+
 void call(const std::string& name, const Plan& plan, DLTensor** t, const double* s, Workspace workspace,
           Stream stream) {
   if (name == "forward" || name == "recurrent_forward") {
-    const SavedTensors saved = {t[10], t[11], t[12], t[13], t[14]};
+    const SavedTensors saved = saved_tensors(t);
     ForwardTensors f = {t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], t[9], nullptr, t[15]};
     if (t[14] != nullptr) f.saved = &saved;
     f.state_indices = t[16];
@@ -61,10 +72,8 @@ void call(const std::string& name, const Plan& plan, DLTensor** t, const double*
     return recurrent_forward(plan, f, stream);
   }
   if (name == "backward") {
-    const SavedTensors saved = {t[10], t[11], t[12], t[13], t[14]};
-    BackwardTensors b = {t[0], t[1],  t[2],  t[3],  t[4],  t[5],  t[6],  t[7],  &saved, t[8],
-                         t[9], t[16], t[17], t[18], t[19], t[20], t[21], t[22], t[23],  t[15]};
-    return backward(plan, b, workspace, stream);
+    const SavedTensors saved = saved_tensors(t);
+    return backward(plan, backward_tensors(t, saved), workspace, stream);
   }
   if (name == "l2norm_fwd") return stages::l2norm_fwd(plan, {t[0], t[1], t[2]}, stream);
   if (name == "l2norm_bwd") return stages::l2norm_bwd(plan, {t[0], t[1], t[2], t[3]}, stream);
@@ -150,6 +159,22 @@ void cula_describe(void* plan, char* text, size_t bytes) {
 int64_t cula_workspace(void* plan, int kind) {
   const Plan& p = *static_cast<Plan*>(plan);
   return static_cast<int64_t>(kind == 2 ? p.backward_workspace_bytes() : p.forward_workspace_bytes(kind == 1));
+}
+
+int64_t cula_backward_workspace(void* plan, DLTensor** t) {
+  const SavedTensors saved = saved_tensors(t);
+  return static_cast<int64_t>(static_cast<Plan*>(plan)->backward_workspace_bytes(backward_tensors(t, saved)));
+}
+
+void cula_backward_sizes(int64_t window_bytes, int64_t shortest_segment) {
+  sm90::BackwardCosts costs;
+  if (window_bytes != 0) costs.small_bytes = costs.window_bytes = window_bytes;
+  if (shortest_segment != 0) {
+    costs.shortest_segment = shortest_segment;
+    costs.summary_us = 0.0;
+    costs.remembered_chunks = 0;
+  }
+  sm90::backward_costs() = costs;
 }
 
 int cula_call(const char* operation, void* plan, DLTensor** t, const double* scalars, void* workspace,

@@ -154,6 +154,33 @@ def sanitizer_checks(run: Runner) -> None:
     run.operator("op bf16 segments", Shape(BF16, T=4333, H=1, HV=1, K=128, V=128), Options(gate_scale=1 / 256))
 
 
+def emulated_segments(run: Runner) -> None:
+    """Backward in segments and windows, whose sizes are set so that few tokens need them."""
+
+    def check(name: str, shape: Shape, options: Options, window_kib: int, shortest: int, *expected: str) -> None:
+        run.library.lib.cula_backward_sizes(window_kib << 10, shortest)
+        try:
+            how = run.library.describe(shape)
+            missing = [text for text in expected if text not in how]
+            run.report(f"schedule of {name}", {text: (INFINITY, 0.0) for text in missing} or {"as expected": (0.0, 0.0)})
+            run.operator(name, shape, options)
+        finally:
+            run.library.lib.cula_backward_sizes(0, 0)
+
+    # 32 KiB a chunk and value head of K = V = 64, 96 KiB of 128.
+    check("emulated two windows", Shape(BF16, T=470, H=1, HV=2, K=128, V=128), Options(gate_scale=1 / 16),
+          4 * 192, 64, "segments of 4 chunks", "windows of 4 chunks")  # fmt: skip
+    check("emulated rows", Shape(FP16, B=3, T=200, H=1, HV=2, K=64, V=64), Options(gate_scale=1 / 16),
+          2 * 4 * 64, 64, "windows of 8 chunks")  # fmt: skip
+    for name, gates in (("strong", 4.0), ("weak", 1 / 64), ("no", 0.0)):
+        # 52 chunks: no end of the sequence is within reach of the inner ones.
+        check(f"emulated segments, {name} decay", Shape(BF16, T=3300, H=1, HV=1, K=64, V=64),
+              Options(gate_scale=gates, resets=(1500,) if name == "weak" else ()), 26 * 32, 8, "segments of",
+              "windows of")  # fmt: skip
+    check("emulated packed segments", Shape(BF16, T=1300, H=1, HV=2, K=64, V=64, offsets=[0, 0, 130, 700, 700, 1290]),
+          Options(), 6 * 64, 3, "segments of", "windows of")  # fmt: skip
+
+
 def windows(run: Runner) -> None:
     """Inputs so large that backward goes through them in windows, against the general backend."""
     lengths = (0, 7000, 0, 20001, 4000)
@@ -329,6 +356,7 @@ def main() -> int:
         return 1 if run.failures or run.count == 0 else 0
     if arguments.emulated:
         emulated(run)
+        emulated_segments(run)
         print(f"{run.count - len(run.failures)} of {run.count} checks passed", flush=True)
         return 1 if run.failures or run.count == 0 else 0
     if not arguments.no_checks:

@@ -5,6 +5,7 @@
 #include "gdn/cuda/launch/elementwise.h"
 #include "gdn/cuda/operator.h"
 #include "gdn/cuda/workspace.h"
+#include "gdn/sm90/backward_schedule.h"
 #include "gdn/sm90/launch/backward.h"
 #include "gdn/sm90/operands.h"
 #include "gdn/sm90/operator.h"
@@ -18,55 +19,38 @@ using cuda::dense_arg;
 using cuda::token_arg;
 using device::TokenTensor;
 
-// What the scans leave for the gradients may take this much at a time. It bounds the workspace of long inputs; each
-// window but the last of a sequence costs one more pass over the states in front of it.
-constexpr int64_t kWindowBytes = int64_t{864} << 20;
-
-int64_t count_slots(const Problem& problem) {
-  return problem.sequence_offsets ? problem.tokens / kRows + problem.num_sequences()
-                                  : problem.batch * ((problem.tokens + kRows - 1) / kRows);
-}
-
-// Slots of a window.
-int64_t window_slots(const Problem& problem) {
-  const int64_t slots = count_slots(problem);
-  const int64_t tiles = (problem.value_dim / 64) * (2 * problem.key_dim / 64 + 2);
-  const int64_t slot_bytes = problem.value_heads * tiles * static_cast<int64_t>(sizeof(SwizzledTile));
-  const int64_t most = std::max<int64_t>(kWindowBytes / slot_bytes, 1);
-  if (slots <= most) return std::max<int64_t>(slots, 1);
-  if (problem.sequence_offsets) return most;
-  // Whole sequences, if they fit: then none is parted.
-  const int64_t row = slots / problem.batch;
-  return most >= row ? most / row * row : most;
-}
-
 struct BackwardWorkspace {
   ChunkFactors* factors = nullptr;  // [slots, HV]
   SwizzledTile* S = nullptr;        // [slots of a window, HV, V / 64, K / 64]
   SwizzledTile* D = nullptr;
   SwizzledTile* residual = nullptr;  // [slots of a window, HV, V / 64]
   SwizzledTile* dW = nullptr;
-  float* kept_states = nullptr;  // [windows - 1, HV, V, K]
-  float* carried = nullptr;      // [2, HV, V, K]
-  float* dyg = nullptr;          // [B, T, HV], with use_gate
+  float* states = nullptr;  // [places, HV, V, K]; these five only with segments
+  float* state_gradients = nullptr;
+  float* transitions = nullptr;    // [places, HV, K, K]
+  int32_t* state_known = nullptr;  // [places, HV]
+  int32_t* gradient_known = nullptr;
+  float* dyg = nullptr;  // [B, T, HV], with use_gate
   size_t bytes = 0;
 
-  BackwardWorkspace(const Problem& problem, void* data) {
+  BackwardWorkspace(const Problem& problem, const BackwardSchedule& schedule, void* data) {
     cuda::WorkspaceCutter cutter(data);
     const int64_t slots = count_slots(problem);
-    const int64_t window = window_slots(problem);
-    const int64_t row_tiles = window * problem.value_heads * (problem.value_dim / 64);
+    const int64_t row_tiles = schedule.window_slots * problem.value_heads * (problem.value_dim / 64);
     const int64_t state_tiles = row_tiles * (problem.key_dim / 64);
     factors = cutter.take<ChunkFactors>(slots * problem.value_heads);
     S = cutter.take<SwizzledTile>(state_tiles);
     D = cutter.take<SwizzledTile>(state_tiles);
     residual = cutter.take<SwizzledTile>(row_tiles);
     dW = cutter.take<SwizzledTile>(row_tiles);
-    const int64_t state_elements = problem.value_heads * problem.value_dim * problem.key_dim;
-    const int64_t starts = (slots + window - 1) / window - 1;  // of windows, but the first
-    if (starts > 0) {
-      kept_states = cutter.take<float>(starts * state_elements);
-      carried = cutter.take<float>(2 * state_elements);
+    if (schedule.segment_chunks != 0) {
+      const int64_t places = problem.num_sequences() + (slots + schedule.segment_chunks - 1) / schedule.segment_chunks;
+      const int64_t units = places * problem.value_heads;
+      states = cutter.take<float>(units * problem.value_dim * problem.key_dim);
+      state_gradients = cutter.take<float>(units * problem.value_dim * problem.key_dim);
+      transitions = cutter.take<float>(units * problem.key_dim * problem.key_dim);
+      state_known = cutter.take<int32_t>(units);
+      gradient_known = cutter.take<int32_t>(units);
     }
     if (problem.use_gate) dyg = cutter.take<float>(problem.batch * problem.tokens * problem.value_heads);
     bytes = cutter.used();
@@ -93,37 +77,53 @@ struct BackwardOperands {
         dk(token_tensor(t.dk, "dk")),
         dv(token_tensor(t.dv, "dv")) {}
 
-  bool fit(DType dtype) const {
-    for (const TokenTensor* x : {&q, &k, &v, &A, &grad_output}) {
-      if (x->dtype != dtype || !device::fits_tensor_map(*x)) return false;
+  // The first operand that the copy engine can not read or write; null: none.
+  const char* first_misfit(DType dtype) const {
+    struct Named {
+      const TokenTensor& x;
+      const char* name;
+      bool optional;
+    };
+    for (const Named& operand :
+         {Named{q, "q", false}, Named{k, "k", false}, Named{v, "v", false}, Named{A, "A", false},
+          Named{grad_output, "do", false}, Named{dq, "dq", true}, Named{dk, "dk", true}, Named{dv, "dv", true}}) {
+      if (operand.optional && operand.x.data == nullptr) continue;
+      if (operand.x.dtype != dtype || !device::fits_tensor_map(operand.x)) return operand.name;
     }
-    for (const TokenTensor* x : {&dq, &dk, &dv}) {
-      if (x->data != nullptr && (x->dtype != dtype || !device::fits_tensor_map(*x))) return false;
-    }
-    return true;
+    return nullptr;
   }
 };
 
-// Operands that the copy engine can not read or write go through the general kernels. These need more memory, which is
-// got from the stream's pool: reserving it would double what every other call asks for.
-void run_general(const Plan& plan, const BackwardTensors& t, Stream stream_handle) {
-  const auto stream = static_cast<cudaStream_t>(stream_handle);
-  Workspace workspace;
-  workspace.bytes = cuda::backward_workspace_bytes(plan);
-  device::check_cuda(cudaMallocAsync(&workspace.data, std::max<size_t>(workspace.bytes, 1), stream),
-                     "workspace of backend cuda");
-  try {
-    cuda::backward(plan, t, workspace, stream_handle);
-  } catch (...) {
-    cudaFreeAsync(workspace.data, stream);
-    throw;
+// The places that may hold segments of a window.
+void set_places(ScanArgs& scan, const Problem& problem) {
+  const SlotSegments& segments = scan.segments;
+  const SlotWindow& window = scan.window;
+  const int64_t chunks = segments.chunks;
+  const int64_t row = segments.sequences.slots_per_row;
+  int64_t first_sequence = 0;
+  int64_t last_sequence = problem.num_sequences() - 1;
+  if (!problem.sequence_offsets && window.total > 0) {
+    first_sequence = window.begin / row;
+    last_sequence = (window.end - 1) / row;
   }
-  device::check_cuda(cudaFreeAsync(workspace.data, stream), "workspace of backend cuda");
+  const int64_t first = first_sequence + (chunks == 0 ? 0 : window.begin / chunks);
+  const int64_t last = last_sequence + (chunks == 0 || window.total == 0 ? 0 : (window.end - 1) / chunks);
+  scan.first_place = static_cast<int>(first);
+  scan.places = static_cast<int>(last - first + 1);
 }
 
 }  // namespace
 
-size_t backward_workspace_bytes(const Plan& plan) { return BackwardWorkspace(plan.problem(), nullptr).bytes; }
+size_t backward_workspace_bytes(const Plan& plan) {
+  return BackwardWorkspace(plan.problem(), choose_backward_schedule(plan), nullptr).bytes;
+}
+
+// Operands that the copy engine can not read or write go through the general kernels, which need more memory.
+size_t backward_workspace_bytes(const Plan& plan, const BackwardTensors& t) {
+  const bool fits = BackwardOperands(plan.problem(), t).first_misfit(cuda::element_type(plan)) == nullptr;
+  const size_t own = backward_workspace_bytes(plan);
+  return fits ? own : std::max(own, cuda::backward_workspace_bytes(plan));
+}
 
 void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, Stream stream_handle) {
   const Call call(plan, t.cu_seqlens);
@@ -131,8 +131,17 @@ void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, S
   const device::DeviceGuard guard(problem.device.device_id);
   const auto stream = static_cast<device::Stream>(stream_handle);
   const BackwardOperands operands(problem, t);
-  if (!operands.fit(call.dtype)) return run_general(plan, t, stream_handle);
-  const BackwardWorkspace space(problem, workspace.data);
+  if (const char* name = operands.first_misfit(call.dtype)) {
+    const size_t needed = cuda::backward_workspace_bytes(plan);
+    if (workspace.bytes < needed) {
+      throw_value_error("workspace: expected ", needed, " bytes, as backward_workspace_bytes(tensors) says, since ",
+                        name, " is not of the problem's type with rows and base aligned to 16 bytes, got ",
+                        workspace.bytes);
+    }
+    return cuda::backward(plan, t, workspace, stream_handle);
+  }
+  const BackwardSchedule schedule = choose_backward_schedule(plan);
+  const BackwardWorkspace space(problem, schedule, workspace.data);
   const int key_dim = static_cast<int>(problem.key_dim);
   const int value_dim = static_cast<int>(problem.value_dim);
   const float scale = static_cast<float>(plan.scale());
@@ -153,10 +162,14 @@ void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, S
   factors.scale = scale;
   factors.gates = cuda::operator_gates(call, t.g, t.beta, t.A_log, t.dt_bias);
   factors.factors = space.factors;
+  factors.group = call.group;
+  factors.key_dim = key_dim;
+  if (schedule.segment_chunks != 0) factors.k = tensor_arg(operands.k);
 
   ScanArgs scan;
   scan.maps = maps;
-  scan.sequences = call.sequences;
+  scan.segments.sequences = call.sequences;
+  scan.segments.chunks = schedule.segment_chunks;
   scan.value_heads = problem.value_heads;
   scan.group = call.group;
   scan.value_tiles = value_dim / 64;
@@ -169,8 +182,11 @@ void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, S
   scan.D = space.D;
   scan.residual = space.residual;
   scan.dW = space.dW;
-  scan.kept_states = space.kept_states;
-  scan.carried = space.carried;
+  scan.states = space.states;
+  scan.state_gradients = space.state_gradients;
+  scan.transitions = space.transitions;
+  scan.state_known = space.state_known;
+  scan.gradient_known = space.gradient_known;
 
   GradientArgs gradient;
   gradient.maps = maps;
@@ -199,11 +215,19 @@ void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, S
     using T = decltype(element);
     SlotWindow window;
     window.total = static_cast<int>(count_slots(problem));
-    window.length = static_cast<int>(window_slots(problem));
-    // An input without chunks has sequences without any, whose states' gradients pass through.
+    if (schedule.segment_chunks != 0) {
+      scan.first_place = 0;
+      scan.places = static_cast<int>(scan.segments.num_places());
+      launch_backward_summary<T>(scan, key_dim, stream);
+      launch_backward_merge(scan, key_dim, stream);
+    }
+    // The last window may be the short one: it comes first. An input without chunks has sequences without any, whose
+    // states' gradients pass through.
     for (window.end = window.total;; window.end = window.begin) {
-      window.begin = std::max(window.end - window.length, 0);
+      const int length = static_cast<int>(schedule.window_slots);
+      window.begin = std::max((window.end - 1) / length * length, 0);
       scan.window = gradient.window = window;
+      set_places(scan, problem);
       launch_backward_scan<T>(scan, key_dim, stream);
       launch_gradient<T>(gradient, key_dim, value_dim, stream);
       if (window.begin == 0) break;

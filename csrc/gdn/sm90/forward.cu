@@ -239,6 +239,10 @@ const BackendTable& sm90_backend() {
     table.backward_workspace_bytes = [](const Plan& plan) {
       return sm90::has_own_backward(plan) ? sm90::backward_workspace_bytes(plan) : cuda::backward_workspace_bytes(plan);
     };
+    table.backward_workspace_bytes_for = [](const Plan& plan, const BackwardTensors& t) {
+      return sm90::has_own_backward(plan) ? sm90::backward_workspace_bytes(plan, t)
+                                          : cuda::backward_workspace_bytes(plan);
+    };
     table.backward = [](const Plan& plan, const BackwardTensors& t, Workspace workspace, Stream stream) {
       const auto run = sm90::has_own_backward(plan) ? sm90::backward : cuda::backward;
       run(plan, t, workspace, stream);

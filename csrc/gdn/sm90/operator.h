@@ -15,6 +15,7 @@ void forward(const Plan& plan, const ForwardTensors& t, Workspace workspace, Str
 // where the library chose it, backward is the general backend's.
 inline bool has_own_backward(const Plan& plan) { return plan.problem().backend == Backend::kSm90; }
 size_t backward_workspace_bytes(const Plan& plan);
+size_t backward_workspace_bytes(const Plan& plan, const BackwardTensors& t);
 void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, Stream stream);
 
 }  // namespace cula::gdn::sm90

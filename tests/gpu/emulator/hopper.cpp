@@ -14,7 +14,10 @@ bool runs_on(int) { return true; }
 const BackendTable& sm90_backend() {
   static const BackendTable kTable = [] {
     BackendTable table = cuda_backend();
-    table.backward_workspace_bytes = sm90::backward_workspace_bytes;
+    table.backward_workspace_bytes = [](const Plan& plan) { return sm90::backward_workspace_bytes(plan); };
+    table.backward_workspace_bytes_for = [](const Plan& plan, const BackwardTensors& t) {
+      return sm90::backward_workspace_bytes(plan, t);
+    };
     table.backward = sm90::backward;
     return table;
   }();

@@ -146,6 +146,9 @@ class Library:
         self.lib.cula_free_plan.argtypes = [ctypes.c_void_p]
         self.lib.cula_workspace.restype = ctypes.c_int64
         self.lib.cula_workspace.argtypes = [ctypes.c_void_p, ctypes.c_int]
+        self.lib.cula_backward_workspace.restype = ctypes.c_int64
+        self.lib.cula_backward_workspace.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        self.lib.cula_backward_sizes.argtypes = [ctypes.c_int64, ctypes.c_int64]
         self.device = device
         self.filled = filled
         self.error = ctypes.create_string_buffer(1000)
@@ -185,7 +188,11 @@ class Library:
         for i, item in enumerate(views):
             if item is not None:
                 pointers[i] = ctypes.pointer(item)
-        size = 0 if kind is None else self.lib.cula_workspace(plan, kind)
+        size = 0
+        if kind == 2:
+            size = self.lib.cula_backward_workspace(plan, pointers)
+        elif kind is not None:
+            size = self.lib.cula_workspace(plan, kind)
         workspace = torch.empty(size + (64 if self.filled else 0), dtype=torch.uint8, device=self.device)
         if self.filled:
             workspace.fill_(255)

@@ -120,4 +120,16 @@ __device__ __forceinline__ void make_factors(ChunkFactors& f, const RawGates& ra
   }
 }
 
+// log2 of a bound on the norm of the chunk's transition: each step I - beta k k^T has the norm max(1, |1 - beta
+// |k|^2|). squares: |k|^2 of rows 2 lane and 2 lane + 1. By one whole warp, which sees what make_factors wrote.
+__device__ __forceinline__ float transition_log2_norm(const ChunkFactors& f, const float (&squares)[2]) {
+  float norm = 1.0f;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float step = fabsf(1.0f - f.beta[2 * lane_id() + r] * squares[r]);
+    norm *= step <= 1.0f ? 1.0f : step;  // NaN stays: such a chunk forgets nothing
+  }
+  return warp_sum(log2f(norm)) + (f.chunk_decay == 0.0f ? -INFINITY : f.gamma[kRows - 1]);
+}
+
 }  // namespace cula::gdn::sm90

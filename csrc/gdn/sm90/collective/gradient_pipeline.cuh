@@ -14,7 +14,7 @@
 //   finished[b]    sums[b] and factors[b] are free again                              gate warp -> loader
 #pragma once
 
-#include "gdn/sm90/collective/backward_scan.cuh"
+#include "gdn/sm90/collective/scan_pipeline.cuh"
 
 namespace cula::gdn::sm90 {
 

@@ -1,91 +1,190 @@
 // Both scans in one launch: half of the blocks recompute states, the others carry gradients back. Neither waits for the
 // other, and the gradient kernel needs both.
+//
+// With segments, two kernels run before it. The summary finds the state behind each segment and the gradient of the
+// state in front of it, or what makes them: if the chunks on the way there forget what lies beyond them, or all lie
+// within reach of the sequence's end, these chunks alone (they may reach into other segments); otherwise what the
+// segment adds to either, and its transition M of the state, whose transpose is that of the gradient. The merge
+// (backward_merge.cuh) completes the latter.
 #pragma once
 
 #include "common/device/dependent_launch.cuh"
-#include "gdn/sm90/collective/backward_scan.cuh"
+#include "gdn/sm90/collective/scan_adjoint.cuh"
+#include "gdn/sm90/collective/scan_feeder.cuh"
+#include "gdn/sm90/collective/scan_recompute.cuh"
 
 namespace cula::gdn::sm90 {
 
-template <class T, int kKeyDim, bool kAdjoint>
+template <class T, int kKeyDim, ScanKind kKind, bool kAdjoint>
 __device__ __forceinline__ void run_scan(const ScanArgs& args, const ScanUnit& unit,
                                          typename ScanShared<kKeyDim>::Map shared) {
   if (warpgroup_id() == 1) {
     ScanFeeder<T, kKeyDim, kAdjoint>{args, unit, shared}.run();
   } else if constexpr (kAdjoint) {
-    AdjointConsumer<T, kKeyDim>{{args, unit, shared}}.run();
+    AdjointConsumer<T, kKeyDim, kKind>{{args, unit, shared}}.run();
   } else {
-    RecomputeConsumer<T, kKeyDim>{{args, unit, shared}}.run();
+    RecomputeConsumer<T, kKeyDim, kKind>{{args, unit, shared}}.run();
   }
 }
 
-// Blocks: passes, sequences, value heads, 64-wide parts of the value columns, these fastest. The adjoint, which takes
+// All chunks of a segment; by one thread. What enters and leaves is the caller's.
+__device__ __forceinline__ void set_unit(ScanUnit& unit, const ScanArgs& args, const Segment& segment, int head,
+                                         int value_tile) {
+  unit.batch = static_cast<int>(segment.batch);
+  unit.token = static_cast<int>(segment.token);
+  unit.slot = static_cast<int>(segment.slot);
+  unit.head = head;
+  unit.key_head = head / static_cast<int>(args.group);
+  unit.value_tile = value_tile;
+  unit.num_chunks = segment.num_chunks;
+  unit.tail_length = segment.tail_length;
+  unit.sequence = segment.sequence;
+  unit.enters = {};
+  unit.leaves = {};
+  unit.is_transition = false;
+}
+
+template <class Map>
+__device__ __forceinline__ void init_scan_barriers(const Map& shared) {
+  for (int s = 0; s < kStages; ++s) {
+    mbarrier_init(shared.full_barrier(s), 1);
+    mbarrier_init(shared.empty_barrier(s), 1);
+  }
+  for (int b = 0; b < kScoreBuffers; ++b) mbarrier_init(shared.scored_barrier(b), 1);
+  mbarrier_init(shared.trimmed_barrier(), 1);
+  mbarrier_init_fence();
+}
+
+// Blocks: passes, places, value heads, 64-wide parts of the value columns, these fastest. The adjoint, which takes
 // longer, comes first.
 template <class T, int kKeyDim>
 __global__ void __launch_bounds__(kScanThreads, 1) backward_scan_kernel(const __grid_constant__ ScanArgs args) {
   using Shared = ScanShared<kKeyDim>;
   unsigned char* scan_shared = swizzled_shared_memory();
   Shared& memory = *reinterpret_cast<Shared*>(scan_shared);
+  const typename Shared::Map shared = {shared_address(scan_shared)};
   const int heads = static_cast<int>(args.value_heads);
-  const int units = static_cast<int>(args.sequences.num_sequences) * heads * args.value_tiles;
+  const int units = args.places * heads * args.value_tiles;
   const bool adjoint = static_cast<int>(blockIdx.x) < units;
   const int index = static_cast<int>(blockIdx.x) - (adjoint ? 0 : units);
-  const int sequence_index = index / (heads * args.value_tiles);
-  const int part = index - sequence_index * heads * args.value_tiles;
+  const int place_index = index / (heads * args.value_tiles);
+  const int part = index - place_index * heads * args.value_tiles;
   launch_dependents();
-  const Sequence sequence = find_sequence(args.sequences, sequence_index);
-
-  const typename Shared::Map shared = {shared_address(scan_shared)};
-  // The chunks of the sequence that this pass goes through.
-  const SlotWindow& window = args.window;
-  const int first_slot = static_cast<int>(sequence.first_slot);
-  const int chunks = static_cast<int>((sequence.length + kRows - 1) / kRows);
-  const bool is_empty =
-      chunks == 0 && first_slot >= window.begin && (first_slot < window.end || window.end == window.total);
-  if (!is_empty && (first_slot >= window.end || first_slot + chunks <= window.begin)) {
+  const int64_t place = args.first_place + place_index;
+  Segment segment;
+  if (!find_segment(args.segments, place, segment) || !args.window.holds(segment.slot)) {
     wait_for_previous();
     return;
   }
-  const bool has_last = first_slot + chunks <= window.end;  // chunk of the sequence
-  const bool has_first = first_slot >= window.begin;
-  const int begin = has_first ? 0 : window.begin - first_slot;
-  const int end = has_last ? chunks : window.end - first_slot;
   if (threadIdx.x == 0) {
     ScanUnit& unit = memory.unit;
-    const bool from_start = !adjoint && (has_first || has_last);
-    const int first = from_start ? 0 : begin;
-    unit.sequence = sequence_index;
-    unit.batch = static_cast<int>(sequence.batch);
-    unit.token = static_cast<int>(sequence.begin) + first * kRows;
-    unit.slot = first_slot + first;
-    unit.head = part / args.value_tiles;
-    unit.key_head = unit.head / static_cast<int>(args.group);
-    unit.value_tile = part - unit.head * args.value_tiles;
-    unit.num_chunks = end - first;
-    unit.tail_length = has_last ? static_cast<int>(sequence.length) - (chunks - 1) * kRows : kRows;
-    unit.first_stored = begin - first;
-    unit.enters = args.initial_state;
-    unit.leaves = {};
+    const int head = part / args.value_tiles;
+    set_unit(unit, args, segment, head, part - head * args.value_tiles);
+    // The state behind the segment before, or the gradient in front of the next one.
+    const int64_t neighbour = (place + (adjoint ? 1 : -1)) * heads + head;
     if (adjoint) {
-      unit.enters = has_last ? args.grad_final_state : carried_state(args, window.end, kKeyDim);
-      unit.leaves = has_first ? args.dh0 : carried_state(args, window.begin, kKeyDim);
-    } else if (!from_start) {
-      unit.enters = kept_state(args, window.number(window.begin), kKeyDim);
+      unit.enters = segment.is_last ? args.grad_final_state
+                                    : dense_state_arg(args.state_gradients, neighbour, args.value_dim(), kKeyDim);
+      if (segment.is_first) unit.leaves = args.dh0;
+    } else {
+      unit.enters =
+          segment.is_first ? args.initial_state : dense_state_arg(args.states, neighbour, args.value_dim(), kKeyDim);
     }
-    for (int s = 0; s < kStages; ++s) {
-      mbarrier_init(shared.full_barrier(s), 1);
-      mbarrier_init(shared.empty_barrier(s), 1);
-    }
-    for (int b = 0; b < kScoreBuffers; ++b) mbarrier_init(shared.scored_barrier(b), 1);
-    mbarrier_init(shared.trimmed_barrier(), 1);
-    mbarrier_init_fence();
+    init_scan_barriers(shared);
   }
   sync_block();
   wait_for_previous();
   if (adjoint) {
-    run_scan<T, kKeyDim, true>(args, memory.unit, shared);
+    run_scan<T, kKeyDim, ScanKind::kImages, true>(args, memory.unit, shared);
   } else {
-    run_scan<T, kKeyDim, false>(args, memory.unit, shared);
+    run_scan<T, kKeyDim, ScanKind::kImages, false>(args, memory.unit, shared);
+  }
+}
+
+enum class SummaryPart { kGradient, kState, kTransition };
+
+// Blocks: the parts above, and of each its 64-wide slices; places, value heads, these fastest. Transitions come last,
+// since there often is nothing to do.
+template <class T, int kKeyDim>
+__global__ void __launch_bounds__(kScanThreads, 1) backward_summary_kernel(const __grid_constant__ ScanArgs args) {
+  using Shared = ScanShared<kKeyDim>;
+  unsigned char* summary_shared = swizzled_shared_memory();
+  Shared& memory = *reinterpret_cast<Shared*>(summary_shared);
+  const typename Shared::Map shared = {shared_address(summary_shared)};
+  const int heads = static_cast<int>(args.value_heads);
+  const int units = args.places * heads;
+  const int slice = static_cast<int>(blockIdx.x) / units;
+  const int place_index = (static_cast<int>(blockIdx.x) - slice * units) / heads;
+  const int head = static_cast<int>(blockIdx.x) - (slice * units + place_index * heads);
+  const SummaryPart part = slice < args.value_tiles       ? SummaryPart::kGradient
+                           : slice < 2 * args.value_tiles ? SummaryPart::kState
+                                                          : SummaryPart::kTransition;
+  launch_dependents();
+  wait_for_previous();
+  Segment segment;
+  if (!find_segment(args.segments, place_index, segment)) return;
+  const int64_t unit_index = static_cast<int64_t>(place_index) * heads + head;
+  const int64_t length = find_sequence(args.segments.sequences, segment.sequence).length;
+  const int64_t chunks = (length + kRows - 1) / kRows;
+  const int limit = args.segments.chunks < kLookBack ? kLookBack : static_cast<int>(args.segments.chunks);
+  const ChunkFactors* first = args.factors + segment.slot * heads + head;
+  const bool wants_state = !segment.is_last;
+  const bool wants_gradient = !segment.is_first;
+  LookBack behind = {};  // the segment's end, and what lies before it
+  LookBack ahead = {};   // the segment's start, and what lies after it
+  if (wants_state && part != SummaryPart::kGradient) {
+    behind =
+        look_back(first + (segment.num_chunks - 1) * heads, heads, segment.first_chunk + segment.num_chunks, limit);
+  }
+  if (wants_gradient && part != SummaryPart::kState) {
+    ahead = look_back(first, -heads, chunks - segment.first_chunk, limit);
+  }
+  const bool state_known = behind.forgets || behind.from_start;
+  const bool gradient_known = ahead.forgets || ahead.from_start;  // from the sequence's end, here
+  switch (part) {
+    case SummaryPart::kGradient:
+      if (!wants_gradient) return;
+      if (slice == 0 && threadIdx.x == 0) args.gradient_known[unit_index] = gradient_known ? 1 : 0;
+      break;
+    case SummaryPart::kState:
+      if (!wants_state) return;
+      if (slice == args.value_tiles && threadIdx.x == 0) args.state_known[unit_index] = state_known ? 1 : 0;
+      break;
+    default:
+      if (!wants_state || !wants_gradient || (state_known && gradient_known)) return;
+  }
+  if (threadIdx.x == 0) {
+    ScanUnit& unit = memory.unit;
+    const int tile = slice - static_cast<int>(part) * args.value_tiles;
+    set_unit(unit, args, segment, head, tile);
+    if (part == SummaryPart::kTransition) {
+      unit.is_transition = true;
+      unit.leaves = dense_state_arg(args.transitions, unit_index, kKeyDim, kKeyDim);
+    } else if (part == SummaryPart::kState) {
+      unit.leaves = dense_state_arg(args.states, unit_index, args.value_dim(), kKeyDim);
+      if (state_known) {
+        const int skipped = segment.num_chunks - behind.chunks;  // negative: it starts in a segment before
+        unit.token += skipped * kRows;
+        unit.slot += skipped;
+        unit.num_chunks = behind.chunks;
+        if (behind.from_start) unit.enters = args.initial_state;
+      }
+    } else {
+      unit.leaves = dense_state_arg(args.state_gradients, unit_index, args.value_dim(), kKeyDim);
+      if (gradient_known) {
+        const bool to_end = segment.first_chunk + ahead.chunks == chunks;
+        unit.num_chunks = ahead.chunks;
+        unit.tail_length = to_end ? static_cast<int>(length - (chunks - 1) * kRows) : kRows;
+        if (ahead.from_start) unit.enters = args.grad_final_state;
+      }
+    }
+    init_scan_barriers(shared);
+  }
+  sync_block();
+  if (part == SummaryPart::kGradient) {
+    run_scan<T, kKeyDim, ScanKind::kSummary, true>(args, memory.unit, shared);
+  } else {
+    run_scan<T, kKeyDim, ScanKind::kSummary, false>(args, memory.unit, shared);
   }
 }
 

@@ -166,17 +166,14 @@ __global__ void __launch_bounds__(kPrepareThreads, kKeyHeads == 1 ? 4 : (kKeyHea
 
   const Products& products = shared.key_heads[kKeyHeads == 1 ? 0 : head / group - first_key].products;
   {
-    // Each step I - beta k k^T has the norm max(1, |1 - beta |k|^2|).
-    float norm = 1.0f;
+    float squares[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = 2 * lane + r;
-      const float square = *products.at(triangle_block(row >> 4, row >> 4), row & 15, row & 15);
-      const float step = fabsf(1.0f - factors.beta[row] * square);
-      norm *= step <= 1.0f ? 1.0f : step;  // NaN stays: what it touched is not forgotten
+      squares[r] = *products.at(triangle_block(row >> 4, row >> 4), row & 15, row & 15);
     }
-    const float log2_norm = warp_sum(log2f(norm));
-    if (lane == 0) factors.log2_norm = log2_norm + (factors.chunk_decay == 0.0f ? -INFINITY : factors.gamma[kRows - 1]);
+    const float log2_norm = transition_log2_norm(factors, squares);
+    if (lane == 0) factors.log2_norm = log2_norm;
     sync_warp();
   }
   const uint4* source = reinterpret_cast<const uint4*>(&factors);

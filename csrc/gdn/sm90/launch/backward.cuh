@@ -12,11 +12,28 @@ void launch_backward_scan_for(const ScanArgs& args, device::Stream stream) {
   static_assert(sizeof(Shared) <= 227 * 1024);
   device::launch_dependent<backward_scan_kernel<T, kKeyDim>>(
       "backward_scan",
-      {.blocks = 2 * args.sequences.num_sequences * args.value_heads * args.value_tiles,
+      {.blocks = 2 * args.places * args.value_heads * args.value_tiles,
        .threads = kScanThreads,
        .shared_bytes = sizeof(Shared),
        .stream = stream},
       args);
+}
+
+template <class T, int kKeyDim>
+void launch_backward_summary_for(const ScanArgs& args, device::Stream stream) {
+  device::launch_dependent<backward_summary_kernel<T, kKeyDim>>(
+      "backward_summary",
+      {.blocks = args.places * args.value_heads * (2 * args.value_tiles + kKeyDim / 64),
+       .threads = kScanThreads,
+       .shared_bytes = sizeof(ScanShared<kKeyDim>),
+       .stream = stream},
+      args);
+}
+
+template <class T>
+void launch_backward_summary(const ScanArgs& args, int key_dim, device::Stream stream) {
+  if (key_dim == 64) return launch_backward_summary_for<T, 64>(args, stream);
+  return launch_backward_summary_for<T, 128>(args, stream);
 }
 
 template <class T>

@@ -1,0 +1,80 @@
+// What the gates do to the rows of a chunk, for both scans and the gradients; and, for segments, a bound on the norm of
+// the chunk's transition.
+#pragma once
+
+#include "common/device/launch.cuh"
+#include "gdn/sm90/collective/factors.cuh"
+
+namespace cula::gdn::sm90 {
+
+struct FactorArgs {
+  SequenceTable sequences;
+  int64_t value_heads;
+  float scale;
+  GateArgs gates;
+  TensorArg k;    // in the problem's type; none: no bound of the transition's norm is wanted
+  int64_t group;  // value heads a key head
+  int key_dim;
+  ChunkFactors* factors;  // [slot, HV]
+};
+
+inline constexpr int kFactorWarps = 4;
+
+// |k|^2 of rows 2 lane and 2 lane + 1. By one whole warp, four rows at a time.
+template <class T>
+__device__ __forceinline__ void load_squares(float (&squares)[2], const FactorArgs& args, const Chunk& chunk,
+                                             int64_t key_head) {
+  const int lane = lane_id();
+#pragma unroll 4
+  for (int first = 0; first < kRows; first += 4) {
+    const int row = first + lane / 8;
+    float sum = 0.0f;
+    if (row < chunk.length) {
+      const T* k = static_cast<const T*>(args.k.data) + args.k.offset(chunk.batch, chunk.token + row, key_head);
+      for (int column = 8 * (lane & 7); column < args.key_dim; column += 64) {
+        const uint4 x = *reinterpret_cast<const uint4*>(k + column);
+        for (const uint32_t pair : {x.x, x.y, x.z, x.w}) {
+          const float2 y = unpack2<T>(pair);
+          sum += y.x * y.x + y.y * y.y;
+        }
+      }
+    }
+    sum = group_sum<8>(sum);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float square = shuffle(sum, 8 * ((2 * lane + r) & 3));
+      if ((2 * lane + r) / 4 == first / 4) squares[r] = square;
+    }
+  }
+}
+
+// One warp a (chunk, value head).
+static __global__ void __launch_bounds__(32 * kFactorWarps, 4) factors_kernel(const FactorArgs args) {
+  __shared__ ChunkFactors factors[kFactorWarps];
+  launch_dependents();
+  const int64_t item = static_cast<int64_t>(blockIdx.x) * kFactorWarps + warp_id();
+  const int64_t slot = item / args.value_heads;
+  if (slot >= args.sequences.num_slots()) return;
+  Chunk chunk;
+  if (!find_chunk(args.sequences, slot, chunk)) return;
+  ChunkFactors& mine = factors[warp_id()];
+  const int64_t head = item - slot * args.value_heads;
+  make_factors(mine, load_gates(args.gates, chunk, head), args.gates, chunk, head, args.scale);
+  sync_warp();
+  if (args.k) {
+    float squares[2] = {};
+    if (args.k.dtype == DType::kBFloat16) {
+      load_squares<bf16>(squares, args, chunk, head / args.group);
+    } else {
+      load_squares<fp16>(squares, args, chunk, head / args.group);
+    }
+    const float log2_norm = transition_log2_norm(mine, squares);
+    if (lane_id() == 0) mine.log2_norm = log2_norm;
+    sync_warp();
+  }
+  const uint4* source = reinterpret_cast<const uint4*>(&mine);
+  uint4* target = reinterpret_cast<uint4*>(args.factors + item);
+  for (int i = lane_id(); i < static_cast<int>(sizeof(ChunkFactors) / 16); i += 32) target[i] = source[i];
+}
+
+}  // namespace cula::gdn::sm90
