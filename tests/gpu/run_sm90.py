@@ -15,6 +15,7 @@ import json
 import pathlib
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 from harness import pools
@@ -162,7 +163,9 @@ def emulated_segments(run: Runner) -> None:
         try:
             how = run.library.describe(shape)
             missing = [text for text in expected if text not in how]
-            run.report(f"schedule of {name}", {text: (INFINITY, 0.0) for text in missing} or {"as expected": (0.0, 0.0)})
+            run.report(
+                f"schedule of {name}", {text: (INFINITY, 0.0) for text in missing} or {"as expected": (0.0, 0.0)}
+            )
             run.operator(name, shape, options)
         finally:
             run.library.lib.cula_backward_sizes(0, 0)
@@ -182,17 +185,23 @@ def emulated_segments(run: Runner) -> None:
 
 
 def windows(run: Runner) -> None:
-    """Inputs so large that backward goes through them in windows, against the general backend."""
+    """Inputs so large that backward goes through them in windows and segments, against the general backend."""
     lengths = (0, 7000, 0, 20001, 4000)
     offsets = list(itertools.accumulate(lengths))
-    for name, shape in (
-        ("one sequence", Shape(BF16, T=32768, H=16, HV=32, K=128, V=128)),
-        ("three windows", Shape(BF16, T=70001, H=16, HV=32, K=128, V=128)),
-        ("packed", Shape(BF16, T=32000, H=16, HV=32, K=128, V=128, offsets=offsets)),
-        ("rows", Shape(FP16, B=3, T=12000, H=16, HV=32, K=128, V=128)),
+    for name, shape, gate_scale in (
+        ("one sequence", Shape(BF16, T=32768, H=16, HV=32, K=128, V=128), 1 / 16),
+        ("three windows", Shape(BF16, T=70001, H=16, HV=32, K=128, V=128), 1 / 16),
+        ("weak decay", Shape(BF16, T=16384, H=8, HV=16, K=128, V=128), 1 / 4096),
+        ("few heads", Shape(BF16, T=32768, H=2, HV=4, K=128, V=128), 1 / 16),
+        ("few heads, weak decay", Shape(BF16, T=32768, H=2, HV=4, K=128, V=128), 1 / 1024),
+        ("packed", Shape(BF16, T=32000, H=16, HV=32, K=128, V=128, offsets=offsets), 1 / 16),
+        ("packed, few heads", Shape(FP16, T=32000, H=2, HV=4, K=128, V=128, offsets=offsets), 1 / 256),
+        ("rows", Shape(FP16, B=3, T=12000, H=16, HV=32, K=128, V=128), 1 / 16),
     ):
-        options = Options(gate_scale=1 / 16)
-        t = to_device(make_inputs(shape, options), run.device)
+        if not run.wanted(f"windows: {name}"):
+            continue
+        options = Options(gate_scale=gate_scale)
+        t = make_inputs(shape, options, device=run.device)
         saved = run.saved(shape)
         run.forward(shape, options, t, saved=saved)
         actual = run.backward(shape, options, t, saved)
@@ -220,6 +229,17 @@ TIMED = [
     (2, 8, 1, 8192, (0.242, 0.166, 0.114)),
     (2, 8, 1, 2048, (0.084, 0.071, 0.063)),
 ]
+
+
+def print_kernels(call: Callable[[], None]) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(5):
+            call()
+        torch.cuda.synchronize()
+    for event in profile.key_averages():
+        if event.device_time_total > 0:
+            times, name = event.count // 5, event.key[:60]
+            print(f"     {event.device_time_total / 5e3:8.4f} ms in {times} launches {name}", flush=True)
 
 
 def timings(run: Runner, kernels: bool, json_path: pathlib.Path | None) -> None:
@@ -252,13 +272,7 @@ def timings(run: Runner, kernels: bool, json_path: pathlib.Path | None) -> None:
             "peak_mib": None, "workspace_mib": round(run.library.lib.cula_workspace(plan, 0) / 2**20, 1),
         })  # fmt: skip
         if kernels:
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-                for _ in range(5):
-                    call()
-                torch.cuda.synchronize()
-            for event in profile.key_averages():
-                if event.device_time_total > 0:
-                    print(f"     {event.device_time_total / event.count / 1e3:8.4f} ms {event.key[:60]}", flush=True)
+            print_kernels(call)
         run.library.lib.cula_free_plan(plan)
     print(f"geometric mean of the ratios: {product ** (1 / len(TIMED)):.3f}", flush=True)
     if json_path is not None:
@@ -276,27 +290,26 @@ def all_flags(run: Runner, kernels: bool) -> None:
     call = run.library.prepared("forward", plan, [*arguments, o, ht] + [None] * 6, kind=0)
     print(f"time {H}/{HV} 1x{T}, all flags: {milliseconds(call, 30):.4f} ms", flush=True)
     if kernels:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            call()
-            torch.cuda.synchronize()
-        for event in profile.key_averages():
-            if event.device_time_total > 0:
-                print(f"     {event.device_time_total / event.count / 1e3:8.4f} ms {event.key[:60]}", flush=True)
+        print_kernels(call)
     run.library.lib.cula_free_plan(plan)
 
 
 # As TIMED, for backward alone: FLA 0.6.0, FlashQLA 0.1.3.
-TIMED_BACKWARD = [
+TIMED_BACKWARD: list[tuple[int, int, int, int, tuple[float, ...]]] = [
     (16, 32, 1, 32768, (6.267, 2.970)),
     (16, 32, 1, 8192, (1.561, 0.823)),
     (16, 32, 8, 4096, (6.311, 1.936)),
-]
+    *(
+        (H, 2 * H, B, tokens // B, ())
+        for H, tokens, B in itertools.product((2, 4, 8), (8192, 32768), (1, 2, 4, 8))
+    ),
+]  # fmt: skip
 
 
-def backward_timings(run: Runner) -> None:
+def backward_timings(run: Runner, kernels: bool) -> None:
     for H, HV, B, T, peers in TIMED_BACKWARD:
         shape = Shape(BF16, B=B, T=T, H=H, HV=HV, K=128, V=128)
-        t = to_device(make_inputs(shape, Options(gate_scale=1 / 16)), run.device)
+        t = make_inputs(shape, Options(gate_scale=1 / 16), device=run.device)
         saved = run.saved(shape)
         run.forward(shape, Options(), t, saved=saved)
         names = ("q", "k", "v", "g", "beta")
@@ -306,10 +319,11 @@ def backward_timings(run: Runner) -> None:
         call = run.library.prepared("backward", plan, [*arguments, *out, None, None, torch.empty_like(t["h0"])], kind=2)
         taken = milliseconds(call, 30)
         workspace = run.library.lib.cula_workspace(plan, 2) / 2**20
-        print(
-            f"backward {H}/{HV} {B}x{T}: {taken:.4f} ms, best peer {min(peers):.3f}, ratio {min(peers) / taken:.2f}; "
-            f"workspace {workspace:.0f} MiB", flush=True,
-        )  # fmt: skip
+        against = f", best peer {min(peers):.3f}, ratio {min(peers) / taken:.2f}" if peers else ""
+        how = next(line for line in run.library.describe(shape).splitlines() if "  backward:" in line)
+        print(f"backward {H}/{HV} {B}x{T}: {taken:.4f} ms{against}; workspace {workspace:.0f} MiB;{how}", flush=True)
+        if kernels:
+            print_kernels(call)
         run.library.lib.cula_free_plan(plan)
 
 
@@ -384,7 +398,7 @@ def main() -> int:
             print("failed:", failure, flush=True)
     if not arguments.no_timing:
         timings(run, arguments.kernels, arguments.json)
-        backward_timings(run)
+        backward_timings(run, arguments.kernels)
         all_flags(run, arguments.kernels)
         short_call(run)
     return 1 if run.failures or (run.count == 0 and not arguments.no_checks) else 0

@@ -36,7 +36,8 @@ struct BackwardWorkspace {
   BackwardWorkspace(const Problem& problem, const BackwardSchedule& schedule, void* data) {
     cuda::WorkspaceCutter cutter(data);
     const int64_t slots = count_slots(problem);
-    const int64_t row_tiles = schedule.window_slots * problem.value_heads * (problem.value_dim / 64);
+    const int64_t row_tiles =
+        std::min(schedule.window_slots, slots) * problem.value_heads * (problem.value_dim / 64);
     const int64_t state_tiles = row_tiles * (problem.key_dim / 64);
     factors = cutter.take<ChunkFactors>(slots * problem.value_heads);
     S = cutter.take<SwizzledTile>(state_tiles);
@@ -202,6 +203,10 @@ void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, S
   gradient.residual = space.residual;
   gradient.dW = space.dW;
   gradient.v = tensor_arg(operands.v);
+  if (problem.use_qk_l2norm) {
+    gradient.q_rstd = token_arg(t.saved->q_rstd, "saved.q_rstd", DType::kFloat32);
+    gradient.k_rstd = token_arg(t.saved->k_rstd, "saved.k_rstd", DType::kFloat32);
+  }
   gradient.dq = tensor_arg(operands.dq);
   gradient.dk = tensor_arg(operands.dk);
   gradient.dv = tensor_arg(operands.dv);
@@ -243,16 +248,6 @@ void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, S
     cuda::launch_gate_backward(factors.gates,
                                {dyg, dg, cuda::head_arg(t.dA_log, "dA_log"), cuda::head_arg(t.ddt_bias, "ddt_bias")},
                                problem.batch, problem.tokens, problem.value_heads, stream);
-  }
-  if (problem.use_qk_l2norm) {
-    const auto through_norm = [&](const DLTensor* y, const DLTensor* rstd, const DLTensor* dx) {
-      if (dx == nullptr) return;
-      cuda::launch_l2norm_backward(cuda::rows_arg(y, "saved", false), cuda::rows_arg(rstd, "rstd", true),
-                                   cuda::rows_arg(dx, "dx", false), cuda::rows_arg(dx, "dx", false),
-                                   call.token_rows * problem.heads, key_dim, stream);
-    };
-    through_norm(t.saved->q_normalized, t.saved->q_rstd, t.dq);
-    through_norm(t.saved->k_normalized, t.saved->k_rstd, t.dk);
   }
   cuda::launch_zero_padding(call.sequences, gradient.dq, problem.heads, problem.key_dim, stream);
   cuda::launch_zero_padding(call.sequences, gradient.dk, problem.heads, problem.key_dim, stream);

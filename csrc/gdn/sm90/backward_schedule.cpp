@@ -18,8 +18,8 @@ int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t most_slots(const BackwardSizes& sizes, const BackwardCosts& costs) {
   const int64_t slot_bytes = sizes.slot_bytes();
   if (sizes.slots * slot_bytes <= costs.small_bytes) return std::max<int64_t>(sizes.slots, 1);
-  const int64_t half = std::max(divide_up(sizes.slots, 2), costs.small_bytes / slot_bytes);
-  return std::max<int64_t>(std::min(half, costs.window_bytes / slot_bytes), 1);
+  const int64_t part = std::max(divide_up(9 * sizes.slots, 16), costs.small_bytes / slot_bytes);
+  return std::max<int64_t>(std::min(part, costs.window_bytes / slot_bytes), 1);
 }
 
 }  // namespace
@@ -86,13 +86,17 @@ BackwardSchedule choose_backward_schedule(const BackwardSizes& sizes, const Back
     consider(0, divide_up(rows, windows) * sizes.slots_per_row);
   }
   const auto consider_segments = [&](int64_t segment) {
-    const int64_t windows = divide_up(sizes.slots, most / segment * segment);
+    if (segment > most) return;
+    const int64_t windows = sizes.slots <= most ? 1 : divide_up(sizes.slots, most / segment * segment);
     consider(segment, divide_up(divide_up(sizes.slots, windows), segment) * segment);
   };
-  for (int64_t count = 1; count <= 64; ++count) {
-    const int64_t segment = divide_up(longest, count);
-    if (segment < std::min(costs.shortest_segment, most)) break;
-    if (segment <= most && (count > 1 || sizes.slots > most)) consider_segments(segment);
+  // Parts of the longest sequence, or of all slots: these keep packed sequences whole where a window can.
+  for (const int64_t extent : {longest, sizes.slots}) {
+    for (int64_t count = 1; count <= 64; ++count) {
+      const int64_t segment = divide_up(extent, count);
+      if (segment < std::min(costs.shortest_segment, most)) break;
+      if (segment < longest || sizes.slots > most) consider_segments(segment);
+    }
   }
   if (!found) consider_segments(most);
   return best;

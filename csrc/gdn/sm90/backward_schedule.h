@@ -11,7 +11,7 @@ namespace cula::gdn::sm90 {
 
 struct BackwardSchedule {
   int64_t segment_chunks = 0;  // 0: sequences run whole
-  int64_t window_slots = 0;    // slots of chunks whose states are kept at a time
+  int64_t window_slots = 0;    // slots of chunks whose states are kept at a time; with segments a multiple of those
   int64_t windows = 1;
   int64_t blocks = 0;       // of both scans of a window, on average
   double microseconds = 0;  // what the model below expects of scans and summaries
@@ -45,8 +45,9 @@ struct BackwardCosts {
   // Chunks that a summary goes through, as in the forward (schedule.h).
   int64_t remembered_chunks = 28;
   int64_t shortest_segment = 8;  // chunks
-  // Inputs that need less run in one window, others in two at least, none above the second figure.
-  int64_t small_bytes = int64_t{96} << 20;
+  // Inputs that need less run in one window; windows of others hold 9/16 of their slots at most, and never more than the
+  // second figure.
+  int64_t small_bytes = int64_t{104} << 20;
   int64_t window_bytes = int64_t{864} << 20;
 };
 

@@ -92,11 +92,11 @@ def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-def make_inputs(shape: Shape, options: Options, seed: int = 0) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+def make_inputs(shape: Shape, options: Options, seed: int = 0, device: str = "cpu") -> dict[str, Tensor]:
+    generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*dims: int) -> Tensor:
-        return torch.randn(*dims, generator=generator)
+        return torch.randn(*dims, generator=generator, device=device)
 
     B, T, H, HV, K, V = shape.B, shape.T, shape.H, shape.HV, shape.K, shape.V
     q, k, v = normal(B, T, H, K), normal(B, T, H, K), normal(B, T, HV, V)
@@ -115,7 +115,7 @@ def make_inputs(shape: Shape, options: Options, seed: int = 0) -> dict[str, Tens
         for token in options.resets:
             g[:, token, 0] = -INFINITY
         t["g"] = g.to(options.gate_dtype)
-    t["beta"] = (normal(B, T, HV) if shape.sigmoid else torch.rand(B, T, HV, generator=generator)).to(
+    t["beta"] = (normal(B, T, HV) if shape.sigmoid else torch.rand(B, T, HV, generator=generator, device=device)).to(
         options.beta_dtype
     )
     if options.initial_state:
@@ -132,7 +132,7 @@ def make_inputs(shape: Shape, options: Options, seed: int = 0) -> dict[str, Tens
         t["g"], t["beta"] = pair[..., :HV], pair[..., HV:]
     if options.unaligned:
         for name in ("q", "k", "v"):
-            buffer = torch.zeros(t[name].numel() + 1, dtype=t[name].dtype)
+            buffer = torch.zeros(t[name].numel() + 1, dtype=t[name].dtype, device=device)
             buffer[1:] = t[name].flatten()
             t[name] = buffer[1:].view(t[name].shape)
     return t

@@ -26,15 +26,16 @@ struct GradientConsumer {
   __device__ __forceinline__ static int load_int(uint32_t address) {
     return static_cast<int>(load_shared_word(address));
   }
-  __device__ __forceinline__ int item_length() const {
-    return load_int(shared.item() + static_cast<uint32_t>(offsetof(GradientItem, length)));
+  __device__ __forceinline__ int item_length(int buffer) const {
+    return load_int(shared.item(buffer) + static_cast<uint32_t>(offsetof(GradientItem, length)));
   }
-  __device__ __forceinline__ GradientItem load_item() const {
+  __device__ __forceinline__ GradientItem load_item(int buffer) const {
     GradientItem item;
-    item.key_head = load_int(shared.item() + static_cast<uint32_t>(offsetof(GradientItem, key_head)));
-    item.batch = load_int(shared.item() + static_cast<uint32_t>(offsetof(GradientItem, batch)));
-    item.token = load_int(shared.item() + static_cast<uint32_t>(offsetof(GradientItem, token)));
-    item.length = item_length();
+    const uint32_t at = shared.item(buffer);
+    item.key_head = load_int(at + static_cast<uint32_t>(offsetof(GradientItem, key_head)));
+    item.batch = load_int(at + static_cast<uint32_t>(offsetof(GradientItem, batch)));
+    item.token = load_int(at + static_cast<uint32_t>(offsetof(GradientItem, token)));
+    item.length = item_length(buffer);
     item.slot = 0;  // not needed here
     return item;
   }
@@ -246,16 +247,60 @@ struct GradientConsumer {
     }
   }
 
-  // Rounds to a tile whose rows are tokens.
+  // Takes a gradient of normalised rows through the norm: dx = rstd (dy - y <y, dy>), y being this warpgroup's tile.
+  // Row sums first; then, when all have theirs, the rest.
+  __device__ __forceinline__ void put_norm(const float (&d)[32], uint32_t tile, int which) const {
+    const int thread = thread_index_anew();
+    const int lane = thread & 31;
+    const int row = (thread / 32 & 3) * 16 + lane / 4;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const uint32_t line = tile + (row + 8 * r) * 128 + 4 * (lane & 3);
+      float sum = 0.0f;
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        const float2 y = unpack2<T>(load_shared_word(line + ((n ^ (lane / 4)) * 16)));
+        sum += d[4 * n + 2 * r] * y.x + d[4 * n + 2 * r + 1] * y.y;
+      }
+      sum = group_sum<4>(sum);
+      if ((lane & 3) == 0) store_shared(shared.norms(group) + 4 * (which * kRows + row + 8 * r), sum);
+    }
+  }
+  __device__ __forceinline__ void apply_norm(float (&d)[32], uint32_t tile, int which, const TensorArg& rstd,
+                                             const GradientItem& item) const {
+    const int thread = thread_index_anew();
+    const int lane = thread & 31;
+    const int row = (thread / 32 & 3) * 16 + lane / 4;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const uint32_t line = tile + (row + 8 * r) * 128 + 4 * (lane & 3);
+      const uint32_t at = 4 * (which * kRows + row + 8 * r);
+      float sum = load_shared(shared.norms(0) + at);
+      if (kKeyTiles == 2) sum += load_shared(shared.norms(1) + at);
+      const bool valid = row + 8 * r < item.length;
+      const float scale =
+          valid ? static_cast<const float*>(rstd.data)[rstd.offset(item.batch, item.token + row + 8 * r, item.key_head)]
+                : 0.0f;
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        const float2 y = unpack2<T>(load_shared_word(line + ((n ^ (lane / 4)) * 16)));
+        d[4 * n + 2 * r] = scale * (d[4 * n + 2 * r] - y.x * sum);
+        d[4 * n + 2 * r + 1] = scale * (d[4 * n + 2 * r + 1] - y.y * sum);
+      }
+    }
+  }
+
+  // Rounds to a tile whose rows are tokens: a result, which overflows as a conversion does, or an operand.
+  template <bool kResult>
   __device__ __forceinline__ static void put_tile(uint32_t tile, const float (&d)[32]) {
+    const auto pack = [](float low, float high) { return kResult ? pack2<T>(low, high) : pack_operand<T>(low, high); };
     const int thread = thread_index_anew();
     const int lane = thread & 31;
     const uint32_t row = tile + (16 * (thread / 32 & 3) + (lane & 7) + ((lane >> 3) & 1) * 8) * 128;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      stmatrix_x4(row + (((2 * j + (lane >> 4)) ^ (lane & 7)) * 16), pack_operand<T>(d[8 * j], d[8 * j + 1]),
-                  pack_operand<T>(d[8 * j + 2], d[8 * j + 3]), pack_operand<T>(d[8 * j + 4], d[8 * j + 5]),
-                  pack_operand<T>(d[8 * j + 6], d[8 * j + 7]));
+      stmatrix_x4(row + (((2 * j + (lane >> 4)) ^ (lane & 7)) * 16), pack(d[8 * j], d[8 * j + 1]),
+                  pack(d[8 * j + 2], d[8 * j + 3]), pack(d[8 * j + 4], d[8 * j + 5]), pack(d[8 * j + 6], d[8 * j + 7]));
     }
   }
   // Rows of a chunk that has fewer than 64.
@@ -270,20 +315,34 @@ struct GradientConsumer {
 
   __device__ __forceinline__ void run() const {
     int heads = 0;  // so far
+    // dq and dk of the item before have left its buffer of keys. All warps are past their last look at it.
+    const auto release_keys = [&](int buffer) {
+      if (warpgroup_thread() != 0) return;
+      tma_store_wait_read();
+      mbarrier_arrive(shared.keys_empty_barrier(buffer));
+    };
 #pragma unroll 1
-    while (true) {
-      mbarrier_wait(shared.keys_full_barrier(), (heads / args.group) & 1);
-      const int length = item_length();
-      if (length == 0) break;
+    for (int number = 0;; ++number) {
+      const int buffer = number % kKeyBuffers;
+      mbarrier_wait(shared.keys_full_barrier(buffer), number / kKeyBuffers & 1);
+      const int length = item_length(buffer);
+      if (length == 0) {
+        if (number > 0) release_keys(buffer ^ 1);
+        break;
+      }
+      const uint32_t keys = shared.keys(buffer);
+      const uint32_t q_tile = keys + key_tile() * kTileBytes;
+      const uint32_t k_tile = q_tile + kKeyTiles * kTileBytes;
       const bool has_tail = length < kRows;
       float products[32];  // Q K^T or K K^T
       float x[32];
-      if (has_tail) trim(shared.q(0), 2 * kKeyTiles, length);
-      multiply_rows<kKeyTiles>(products, shared.q(group * kKeyTiles), shared.k(0));  // q or, behind it, k
+      if (has_tail) trim(keys, 2 * kKeyTiles, length);
+      multiply_rows<kKeyTiles>(products, keys + group * kKeyTiles * kTileBytes, keys + kKeyTiles * kTileBytes);
       float total[32] = {};
       float dq[32] = {};
       float dk[32] = {};
       wgmma_wait<0>();
+      if (number > 0) release_keys(buffer ^ 1);
 
 #pragma unroll 1
       for (int j = 0; j < args.group; ++j) {
@@ -314,7 +373,7 @@ struct GradientConsumer {
         float factor[2];
         float sign[2] = {1.0f, 1.0f};
         row_factors(factor, offsetof(ChunkFactors, out_decay));
-        add_rows(dq, x, factor, sign, shared.q(key_tile()), sums, RowSum::kOutput);
+        add_rows(dq, x, factor, sign, q_tile, sums, RowSum::kOutput);
 
         multiply_state(x, shared.slot(dW.slot), S);  // dW S^T
         wgmma_wait<0>();
@@ -327,7 +386,7 @@ struct GradientConsumer {
           factor[r] = first_row() + 8 * r < first_restart ? exp2_approx(factor[r]) : 0.0f;
           sign[r] = -sign[r];
         }
-        add_rows(dk, x, factor, sign, shared.k(key_tile()), sums, RowSum::kResidual);
+        add_rows(dk, x, factor, sign, k_tile, sums, RowSum::kResidual);
 
         for (int i = 0; i < kValueTiles; ++i) wait_full(D.ahead(i));
         const float states = warp_sum(multiply_states(S, D));
@@ -344,20 +403,20 @@ struct GradientConsumer {
         }
         row_factors(factor, offsetof(ChunkFactors, to_end));
         sign[0] = sign[1] = 1.0f;
-        add_rows(dk, x, factor, sign, shared.k(key_tile()), sums, RowSum::kUpdate);
+        add_rows(dk, x, factor, sign, k_tile, sums, RowSum::kUpdate);
 
         sync_warp();
         if (lane_id() == 0) mbarrier_arrive(shared.summed_barrier(heads & 1));
         ++heads;
       }
 
-      put_tile(shared.pair(group), total);
+      put_tile<false>(shared.pair(group), total);
       fence_async_shared();
       sync_consumers();
       const uint32_t G = wgmma_operand(shared.pair(0));
       const uint32_t F = wgmma_operand(shared.pair(1));
-      const uint32_t q = wgmma_operand(shared.q(key_tile()));
-      const uint32_t k = wgmma_operand(shared.k(key_tile()));
+      const uint32_t q = wgmma_operand(q_tile);
+      const uint32_t k = wgmma_operand(k_tile);
       wgmma_fence();
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -377,30 +436,36 @@ struct GradientConsumer {
       }
       wgmma_commit();
       wgmma_wait<0>();
+      if (args.q_rstd) {
+        put_norm(dq, q_tile, 0);
+        put_norm(dk, k_tile, 1);
+      }
       sync_consumers();  // both are done with q, k and the pairs
-      const GradientItem item = load_item();
+      const GradientItem item = load_item(buffer);
+      if (args.q_rstd) {
+        apply_norm(dq, q_tile, 0, args.q_rstd, item);
+        apply_norm(dk, k_tile, 1, args.k_rstd, item);
+        if (kKeyTiles == 1) sync_consumers();  // the other one reads the tile that a gradient takes the place of
+      }
       const bool has_dq = args.dq && (kKeyTiles == 2 || group == 0);
       const bool has_dk = args.dk && (kKeyTiles == 2 || group == 1);
-      if (has_dq) put_tile(shared.q(key_tile()), dq);
-      if (has_dk) put_tile(shared.k(key_tile()), dk);
+      if (has_dq) put_tile<true>(q_tile, dq);
+      if (has_dk) put_tile<true>(k_tile, dk);
       fence_async_shared();
       sync_group();
       const bool leader = warpgroup_thread() == 0;
       if (has_tail) {
-        if (has_dq) store_tail(shared.q(key_tile()), args.dq, item);
-        if (has_dk) store_tail(shared.k(key_tile()), args.dk, item);
+        if (has_dq) store_tail(q_tile, args.dq, item);
+        if (has_dk) store_tail(k_tile, args.dk, item);
         fence_async_shared();
         sync_group();
       } else if (leader) {
         const BoxOrigin at = {64 * key_tile(), item.key_head, item.token, item.batch};
-        if (has_dq) tma_store(args.maps.dq, at, shared.q(key_tile()));
-        if (has_dk) tma_store(args.maps.dk, at, shared.k(key_tile()));
+        if (has_dq) tma_store(args.maps.dq, at, q_tile);
+        if (has_dk) tma_store(args.maps.dk, at, k_tile);
         tma_store_commit();
-        tma_store_wait_read();
       }
-      if (leader) mbarrier_arrive(shared.keys_empty_barrier());
     }
-    if (warpgroup_thread() == 0) tma_store_wait_read();
   }
 };
 

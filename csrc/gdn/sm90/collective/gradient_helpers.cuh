@@ -50,6 +50,11 @@ struct GradientHelpers {
     for (int i = 0; i < kValueTiles; ++i) load_piece(args.D + (stored * kValueTiles + i) * kKeyTiles, kKeyTiles);
   }
 
+  __device__ __forceinline__ void wait_keys_empty(int number) const {
+    if (number < kKeyBuffers) return;
+    mbarrier_wait(shared.keys_empty_barrier(number % kKeyBuffers), (number / kKeyBuffers - 1) & 1);
+  }
+
   __device__ __forceinline__ void run_loader() const {
     RingPlace place;
     int heads = 0;
@@ -57,14 +62,16 @@ struct GradientHelpers {
     for_each_item(args, [&](const GradientItem& item, int number) {
       items = number + 1;
       if (lane_id() == 0) {
-        if (number > 0) mbarrier_wait(shared.keys_empty_barrier(), (number - 1) & 1);
-        memory.item = item;
-        mbarrier_arrive_expect(shared.keys_full_barrier(), 2 * kKeyTiles * kTileBytes);
+        const int b = number % kKeyBuffers;
+        wait_keys_empty(number);
+        memory.items[b] = item;
+        mbarrier_arrive_expect(shared.keys_full_barrier(b), 2 * kKeyTiles * kTileBytes);
 #pragma unroll
         for (int i = 0; i < kKeyTiles; ++i) {
           const BoxOrigin at = {64 * i, item.key_head, item.token, item.batch};
-          tma_load(shared.q(i), args.maps.q, at, shared.keys_full_barrier());
-          tma_load(shared.k(i), args.maps.k, at, shared.keys_full_barrier());
+          const uint32_t q = shared.keys(b) + i * kTileBytes;
+          tma_load(q, args.maps.q, at, shared.keys_full_barrier(b));
+          tma_load(q + kKeyTiles * kTileBytes, args.maps.k, at, shared.keys_full_barrier(b));
         }
       }
 #pragma unroll 1
@@ -79,9 +86,9 @@ struct GradientHelpers {
       sync_warp();
     });
     if (lane_id() == 0) {
-      if (items > 0) mbarrier_wait(shared.keys_empty_barrier(), (items - 1) & 1);
-      memory.item.length = 0;
-      mbarrier_arrive(shared.keys_full_barrier());
+      wait_keys_empty(items);
+      memory.items[items % kKeyBuffers].length = 0;
+      mbarrier_arrive(shared.keys_full_barrier(items % kKeyBuffers));
     }
   }
 

@@ -8,8 +8,8 @@
 //
 //   full[s]        the piece of slot s has landed (with dW: the factors of the head)   loader -> all
 //   empty[s]       everybody has read it; who waits for full[s] must arrive here       all -> loader
-//   keys_full      q and k of the item have landed, and `item` says which it is       loader -> consumers
-//   keys_empty     dq and dk, put in their place, have left                           consumers -> loader
+//   keys_full[b]   q and k of the item have landed, and items[b] says which it is     loader -> consumers
+//   keys_empty[b]  dq and dk, put in their place, have left                           consumers -> loader
 //   summed[b]      all row sums of the head are in sums[b]                            all -> gate warp
 //   finished[b]    sums[b] and factors[b] are free again                              gate warp -> loader
 #pragma once
@@ -22,7 +22,8 @@ inline constexpr int kGradientConsumers = 2;  // warpgroups
 inline constexpr int kGradientThreads = (kGradientConsumers + 1) * kWarpgroupThreads;
 inline constexpr int kGradientConsumerRegisters = 224;
 inline constexpr int kGradientHelperRegisters = 56;
-inline constexpr int kRingSlots = 10;
+inline constexpr int kRingSlots = 8;
+inline constexpr int kKeyBuffers = 2;  // with one, loads of an item would wait for the end of the one before
 
 // Warps of the third warpgroup.
 enum class GradientHelper { kLoader = 0, kGate = 1, kValues0 = 2, kValues1 = 3 };
@@ -44,6 +45,8 @@ struct GradientArgs {
   const SwizzledTile* residual;
   const SwizzledTile* dW;
   TensorArg v;
+  TensorArg q_rstd;  // [B, T, H]: dq and dk are taken through the norms of q and k; none: there were no norms
+  TensorArg k_rstd;
   TensorArg dq;  // these two in the problem's type, for the copy engine
   TensorArg dk;
   TensorArg dv;
@@ -91,24 +94,23 @@ struct GradientShared {
   // At a slot: the consumers' warps, and the two warps that read dW; the consumers stand in for these at other pieces.
   static constexpr int kSlotArrivals = 4 * kGradientConsumers + 2;
 
-  SwizzledTile q[kKeyTiles];
-  SwizzledTile k[kKeyTiles];
-  SwizzledTile pairs[kGradientConsumers];  // sums over the group: of dP, and of what the inverse adds to K K^T
+  SwizzledTile keys[kKeyBuffers][2 * kKeyTiles];  // q, k
+  SwizzledTile pairs[kGradientConsumers];         // sums over the group: of dP, and of what the inverse adds to K K^T
   SwizzledTile ring[kRingSlots * kSlotTiles];
   ChunkFactors factors[2];
   HeadSums sums[2];
-  GradientItem item;  // of the consumers; length 0: no more
+  float norms[kGradientConsumers][2][kRows];  // row sums of dq o q and dk o k, each warpgroup's share
+  GradientItem items[kKeyBuffers];            // of the consumers; length 0: no more
   uint64_t full[kRingSlots];
   uint64_t empty[kRingSlots];
-  uint64_t keys_full;
-  uint64_t keys_empty;
+  uint64_t keys_full[kKeyBuffers];
+  uint64_t keys_empty[kKeyBuffers];
   uint64_t summed[2];
   uint64_t finished[2];
 
   struct Map {
     uint32_t base;
-    __device__ uint32_t q(int tile) const { return base + tile * kTileBytes; }
-    __device__ uint32_t k(int tile) const { return base + (kKeyTiles + tile) * kTileBytes; }
+    __device__ uint32_t keys(int b) const { return base + b * 2 * kKeyTiles * kTileBytes; }
     __device__ uint32_t pair(int group) const { return at(offsetof(GradientShared, pairs)) + group * kTileBytes; }
     __device__ uint32_t slot(int s) const { return at(offsetof(GradientShared, ring)) + s * kSlotBytes; }
     __device__ uint32_t factor(int b) const {
@@ -117,11 +119,16 @@ struct GradientShared {
     __device__ uint32_t sums(int b) const {
       return at(offsetof(GradientShared, sums)) + b * static_cast<uint32_t>(sizeof(HeadSums));
     }
-    __device__ uint32_t item() const { return at(offsetof(GradientShared, item)); }
+    __device__ uint32_t norms(int group) const {
+      return at(offsetof(GradientShared, norms)) + group * 2 * kRows * static_cast<uint32_t>(sizeof(float));
+    }
+    __device__ uint32_t item(int b) const {
+      return at(offsetof(GradientShared, items)) + b * static_cast<uint32_t>(sizeof(GradientItem));
+    }
     __device__ uint32_t full_barrier(int s) const { return at(offsetof(GradientShared, full)) + 8 * s; }
     __device__ uint32_t empty_barrier(int s) const { return at(offsetof(GradientShared, empty)) + 8 * s; }
-    __device__ uint32_t keys_full_barrier() const { return at(offsetof(GradientShared, keys_full)); }
-    __device__ uint32_t keys_empty_barrier() const { return at(offsetof(GradientShared, keys_empty)); }
+    __device__ uint32_t keys_full_barrier(int b) const { return at(offsetof(GradientShared, keys_full)) + 8 * b; }
+    __device__ uint32_t keys_empty_barrier(int b) const { return at(offsetof(GradientShared, keys_empty)) + 8 * b; }
     __device__ uint32_t summed_barrier(int b) const { return at(offsetof(GradientShared, summed)) + 8 * b; }
     __device__ uint32_t finished_barrier(int b) const { return at(offsetof(GradientShared, finished)) + 8 * b; }
 
@@ -134,8 +141,10 @@ struct GradientShared {
       mbarrier_init(shared.full_barrier(s), 1);
       mbarrier_init(shared.empty_barrier(s), kSlotArrivals);
     }
-    mbarrier_init(shared.keys_full_barrier(), 1);
-    mbarrier_init(shared.keys_empty_barrier(), kGradientConsumers);
+    for (int b = 0; b < kKeyBuffers; ++b) {
+      mbarrier_init(shared.keys_full_barrier(b), 1);
+      mbarrier_init(shared.keys_empty_barrier(b), kGradientConsumers);
+    }
     for (int b = 0; b < 2; ++b) {
       mbarrier_init(shared.summed_barrier(b), 4 * kGradientConsumers + 2);
       mbarrier_init(shared.finished_barrier(b), 1);

@@ -101,8 +101,9 @@ struct AdjointConsumer : ScanState<T, kKeyDim, kKind> {
       for (int j = 0; j < 8; ++j) {
         y[2 * j] = pack_operand<T>(-f[j].x * x[4 * j], -f[j].y * x[4 * j + 1]);
         y[2 * j + 1] = pack_operand<T>(-f[j].x * x[4 * j + 2], -f[j].y * x[4 * j + 3]);
-        rows[2 * j] = pack_operand<T>(x[4 * j], x[4 * j + 1]);
-        rows[2 * j + 1] = pack_operand<T>(x[4 * j + 2], x[4 * j + 3]);
+        // dv is made of it, and overflows as a conversion does.
+        rows[2 * j] = pack2<T>(x[4 * j], x[4 * j + 1]);
+        rows[2 * j + 1] = pack2<T>(x[4 * j + 2], x[4 * j + 3]);
       }
       wgmma_fence();
       State::update(d, y, tiles, 0);  // D' -= (beta decay dW)' K
