@@ -163,9 +163,7 @@ def emulated_segments(run: Runner) -> None:
         try:
             how = run.library.describe(shape)
             missing = [text for text in expected if text not in how]
-            run.report(
-                f"schedule of {name}", {text: (INFINITY, 0.0) for text in missing} or {"as expected": (0.0, 0.0)}
-            )
+            run.report(f"schedule of {name}", dict.fromkeys(missing, (INFINITY, 0.0)) or {"as expected": (0.0, 0.0)})
             run.operator(name, shape, options)
         finally:
             run.library.lib.cula_backward_sizes(0, 0)
