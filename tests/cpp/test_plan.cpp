@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "gdn/cpu/batches.h"
+#include "gdn/sm90/backward_schedule.h"
 #include "gdn/sm90/schedule.h"
 #include "operator_case.h"
 
@@ -349,6 +350,84 @@ TEST(HopperSchedule, FillsTheMachine) {
   EXPECT_LE(few.blocks, gdn::sm90::kMultiprocessors);
   EXPECT_EQ(choose_schedule({512}, 8, 128).segment_chunks, 0);
   EXPECT_NE(few.describe().find("segments"), std::string::npos);
+}
+
+gdn::sm90::BackwardSizes backward_sizes(const std::vector<int64_t>& lengths, int64_t value_heads, int64_t dim,
+                                        bool packed) {
+  gdn::sm90::BackwardSizes sizes;
+  sizes.value_heads = value_heads;
+  sizes.key_dim = sizes.value_dim = dim;
+  int64_t token = 0;
+  for (const int64_t length : lengths) {
+    const int64_t chunks = (length + 63) / 64;
+    const int64_t n = static_cast<int64_t>(sizes.sequences.size());
+    sizes.sequences.push_back({packed ? token / 64 + n : n * chunks, chunks});
+    token += length;
+    if (!packed) sizes.slots_per_row = chunks;
+  }
+  const int64_t count = static_cast<int64_t>(lengths.size());
+  sizes.slots = packed ? token / 64 + count : count * sizes.slots_per_row;
+  return sizes;
+}
+
+TEST(HopperBackwardSchedule, WindowsBoundMemoryAndPartNoSegment) {
+  const gdn::sm90::BackwardCosts costs;
+  for (const std::vector<int64_t>& lengths : {std::vector<int64_t>{0},
+                                              {1},
+                                              {64},
+                                              {4097},
+                                              {32768},
+                                              {65536},
+                                              {8192, 8192},
+                                              std::vector<int64_t>(8, 4096),
+                                              std::vector<int64_t>(40, 1000),
+                                              std::vector<int64_t>(300, 16),
+                                              {0, 30000, 5, 0, 2000}}) {
+    const bool equal = std::equal(lengths.begin() + 1, lengths.end(), lengths.begin());
+    for (const bool packed : {false, true}) {
+      if (!packed && !equal) continue;
+      for (const int64_t heads : {1, 4, 32, 64}) {
+        for (const int64_t dim : {64, 128}) {
+          const gdn::sm90::BackwardSizes sizes = backward_sizes(lengths, heads, dim, packed);
+          const gdn::sm90::BackwardSchedule schedule = choose_backward_schedule(sizes, costs);
+          SCOPED_TRACE(schedule.describe());
+          ASSERT_GT(schedule.window_slots, 0);
+          EXPECT_EQ(schedule.windows,
+                    std::max<int64_t>(1, (sizes.slots + schedule.window_slots - 1) / schedule.window_slots));
+          EXPECT_LE(std::min(schedule.window_slots, sizes.slots) * sizes.slot_bytes(),
+                    std::max(costs.window_bytes, sizes.slot_bytes()));
+          // Beyond small inputs, what a window keeps is not much more than half.
+          if (sizes.slots * sizes.slot_bytes() > 2 * costs.small_bytes) {
+            EXPECT_LE(16 * schedule.window_slots, 9 * sizes.slots + 16);
+          }
+          if (schedule.segment_chunks != 0) {
+            EXPECT_EQ(schedule.window_slots % schedule.segment_chunks, 0);
+          } else if (schedule.windows > 1) {
+            ASSERT_GT(sizes.slots_per_row, 0);
+            EXPECT_EQ(schedule.window_slots % sizes.slots_per_row, 0);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(HopperBackwardSchedule, FillsTheMachine) {
+  const auto choose = [](const std::vector<int64_t>& lengths, int64_t heads, bool packed) {
+    return choose_backward_schedule(backward_sizes(lengths, heads, 128, packed), {});
+  };
+  // Few heads of a long sequence are cut; enough sequences run whole.
+  for (const int64_t heads : {4, 8, 16}) {
+    for (const int64_t length : {8192, 32768}) {
+      EXPECT_GE(choose({length}, heads, true).blocks, gdn::sm90::kMultiprocessors / 2) << heads << " x " << length;
+    }
+  }
+  EXPECT_EQ(choose(std::vector<int64_t>(8, 4096), 32, false).segment_chunks, 0);
+  // Packed sequences stay whole where windows can end between them: four of 65 slots in each.
+  const gdn::sm90::BackwardSchedule packed = choose(std::vector<int64_t>(8, 4096), 32, true);
+  EXPECT_EQ(packed.segment_chunks, 260);
+  EXPECT_EQ(packed.windows, 2);
+  EXPECT_EQ(choose({64}, 1, false).segment_chunks, 0);
 }
 
 }  // namespace
