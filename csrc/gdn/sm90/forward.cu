@@ -234,6 +234,7 @@ void forward(const Plan& plan, const ForwardTensors& t, Workspace workspace, Str
 const BackendTable& sm90_backend() {
   static const BackendTable kTable = [] {
     BackendTable table = cuda_backend();
+    sm90::put_stages(table);
     table.forward_workspace_bytes = sm90::forward_workspace_bytes;
     table.forward = sm90::forward;
     table.backward_workspace_bytes = [](const Plan& plan) {

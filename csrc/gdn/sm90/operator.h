@@ -18,4 +18,7 @@ size_t backward_workspace_bytes(const Plan& plan);
 size_t backward_workspace_bytes(const Plan& plan, const BackwardTensors& t);
 void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, Stream stream);
 
+// Puts this backend's stages in the place of those of the table that they are made for.
+void put_stages(BackendTable& table);
+
 }  // namespace cula::gdn::sm90

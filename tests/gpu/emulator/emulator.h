@@ -86,4 +86,9 @@ inline double __hiloint2double(int high, int low) {
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline unsigned __float_as_uint(float x) {
+  unsigned bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
 inline float __uint_as_float(unsigned bits) { return cula::emulator::uint_as_float(bits); }

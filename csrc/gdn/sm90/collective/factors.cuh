@@ -52,49 +52,31 @@ __device__ __forceinline__ RawGates load_gates(const GateArgs& args, const Chunk
   return raw;
 }
 
-// By one whole warp. Everything but log2_norm.
-__device__ __forceinline__ void make_factors(ChunkFactors& f, const RawGates& raw, const GateArgs& args,
-                                             const Chunk& chunk, int64_t head, float scale) {
-  const int lane = lane_id();
-  double sum[2];
-  bool reset[2];
+// The gates of rows 2 lane and 2 lane + 1, summed up.
+struct GateSums {
+  double sum[2];  // from the start of the chunk or the last restart through this row, log2 units
+  bool reset[2];  // the sum restarts in this row, at 0
   float beta[2];
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int row = 2 * lane + r;
-    double gate = 0.0;
-    beta[r] = 0.0f;
-    if (row < chunk.length) {
-      beta[r] = static_cast<float>(bits_to_double(raw.beta[r], args.beta.dtype));
-      if (args.beta_sigmoid) beta[r] = args.beta_scale * cuda::sigmoid(beta[r]);
-      gate = bits_to_double(raw.g[r], args.g.dtype);
-      if (args.A_log) {
-        const double a_log = load_double(args.A_log.data, args.A_log.dtype, head * args.A_log.stride[0]);
-        const double bias =
-            args.dt_bias ? load_double(args.dt_bias.data, args.dt_bias.dtype, head * args.dt_bias.stride[0]) : 0.0;
-        gate = cuda::gate_value(gate, a_log, bias);
-      }
-      gate *= cuda::kLog2E;
-    }
-    reset[r] = gate <= kReset;
-    sum[r] = reset[r] ? 0.0 : gate;
-  }
-  cuda::restart_sums(sum, reset);
-  const unsigned even = ballot(reset[0]);
-  const unsigned odd = ballot(reset[1]);
+};
+
+// By one whole warp. Everything but log2_norm.
+__device__ __forceinline__ void finish_factors(ChunkFactors& f, const GateSums& rows, const Chunk& chunk, float scale) {
+  const int lane = lane_id();
+  const unsigned even = ballot(rows.reset[0]);
+  const unsigned odd = ballot(rows.reset[1]);
   int first[2];
   bool parted[2];  // from the state that enters the chunk
   {
     const int last_even = 2 * (31 - __clz(static_cast<int>(even & ((2u << lane) - 1))));
     const int last_odd = 2 * (31 - __clz(static_cast<int>(odd & ((1u << lane) - 1)))) + 1;
     parted[0] = last_even >= 0 || last_odd >= 0;
-    parted[1] = parted[0] || reset[1];
+    parted[1] = parted[0] || rows.reset[1];
     first[0] = max(max(last_even, last_odd), 0);
-    first[1] = reset[1] ? 2 * lane + 1 : first[0];
+    first[1] = rows.reset[1] ? 2 * lane + 1 : first[0];
   }
   const int last = chunk.length - 1;
-  const double end_even = shuffle(sum[0], last >> 1);
-  const double end_odd = shuffle(sum[1], last >> 1);
+  const double end_even = shuffle(rows.sum[0], last >> 1);
+  const double end_odd = shuffle(rows.sum[1], last >> 1);
   const double end = (last & 1) != 0 ? end_odd : end_even;
   const int first_even = shuffle(first[0], last >> 1);
   const int first_odd = shuffle(first[1], last >> 1);
@@ -103,12 +85,12 @@ __device__ __forceinline__ void make_factors(ChunkFactors& f, const RawGates& ra
   for (int r = 0; r < 2; ++r) {
     const int row = 2 * lane + r;
     const bool valid = row < chunk.length;
-    const float decay = valid && !parted[r] ? exp2f(static_cast<float>(sum[r])) : 0.0f;
-    f.gamma[row] = static_cast<float>(valid ? sum[r] : end);
-    f.beta[row] = beta[r];
-    f.beta_decay[row] = beta[r] * decay;
+    const float decay = valid && !parted[r] ? exp2f(static_cast<float>(rows.sum[r])) : 0.0f;
+    f.gamma[row] = static_cast<float>(valid ? rows.sum[r] : end);
+    f.beta[row] = rows.beta[r];
+    f.beta_decay[row] = rows.beta[r] * decay;
     f.out_decay[row] = scale * decay;
-    f.to_end[row] = valid && row >= end_first ? exp2f(static_cast<float>(end - sum[r])) : 0.0f;
+    f.to_end[row] = valid && row >= end_first ? exp2f(static_cast<float>(end - rows.sum[r])) : 0.0f;
     f.first[row] = static_cast<uint8_t>(valid ? first[r] : end_first);
   }
   const bool whole = (even | odd) == 0;
@@ -130,6 +112,55 @@ __device__ __forceinline__ float transition_log2_norm(const ChunkFactors& f, con
     norm *= step <= 1.0f ? 1.0f : step;  // NaN stays: such a chunk forgets nothing
   }
   return warp_sum(log2f(norm)) + (f.chunk_decay == 0.0f ? -INFINITY : f.gamma[kRows - 1]);
+}
+
+// By one whole warp. Everything but log2_norm.
+__device__ __forceinline__ void make_factors(ChunkFactors& f, const RawGates& raw, const GateArgs& args,
+                                             const Chunk& chunk, int64_t head, float scale) {
+  const int lane = lane_id();
+  GateSums rows;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = 2 * lane + r;
+    double gate = 0.0;
+    rows.beta[r] = 0.0f;
+    if (row < chunk.length) {
+      rows.beta[r] = static_cast<float>(bits_to_double(raw.beta[r], args.beta.dtype));
+      if (args.beta_sigmoid) rows.beta[r] = args.beta_scale * cuda::sigmoid(rows.beta[r]);
+      gate = bits_to_double(raw.g[r], args.g.dtype);
+      if (args.A_log) {
+        const double a_log = load_double(args.A_log.data, args.A_log.dtype, head * args.A_log.stride[0]);
+        const double bias =
+            args.dt_bias ? load_double(args.dt_bias.data, args.dt_bias.dtype, head * args.dt_bias.stride[0]) : 0.0;
+        gate = cuda::gate_value(gate, a_log, bias);
+      }
+      gate *= cuda::kLog2E;
+    }
+    rows.reset[r] = gate <= kReset;
+    rows.sum[r] = rows.reset[r] ? 0.0 : gate;
+  }
+  cuda::restart_sums(rows.sum, rows.reset);
+  finish_factors(f, rows, chunk, scale);
+}
+
+// As the stages get their gates: g is the running sum itself, -inf in rows where it restarts; both are optional.
+__device__ __forceinline__ void make_stage_factors(ChunkFactors& f, const GateArgs& args, const Chunk& chunk,
+                                                   int64_t head, float scale) {
+  GateSums rows;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = 2 * lane_id() + r;
+    const bool valid = row < chunk.length;
+    double sum = 0.0;
+    rows.beta[r] = valid ? 1.0f : 0.0f;
+    if (valid && args.g) {
+      sum = load_double(args.g.data, args.g.dtype, args.g.offset(chunk.batch, chunk.token + row, head));
+    }
+    if (valid && args.beta) rows.beta[r] = args.beta.load(args.beta.offset(chunk.batch, chunk.token + row, head));
+    rows.reset[r] = sum == -INFINITY;
+    rows.sum[r] = rows.reset[r] ? 0.0 : sum;
+  }
+  finish_factors(f, rows, chunk, scale);
 }
 
 }  // namespace cula::gdn::sm90

@@ -38,6 +38,7 @@ inline void emulated_ldmatrix(uint32_t (&r)[4], const void* row, bool transposed
 }
 
 inline void ldmatrix_x4(uint32_t (&r)[4], const void* row) { emulated_ldmatrix(r, row, false); }
+inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t row) { ldmatrix_x4(r, shared_pointer(row)); }
 inline void ldmatrix_x4_trans(uint32_t (&r)[4], const void* row) { emulated_ldmatrix(r, row, true); }
 
 inline void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t row) { ldmatrix_x4_trans(r, shared_pointer(row)); }

@@ -1,0 +1,260 @@
+// The stages inside a chunk:
+//
+//   intra         A = (I + L)^-1, L_ij = beta_i decay(i, j) (k_i . k_j) for i > j      (then recompute)
+//   recompute     U = A diag(beta) V      W = A diag(beta decay) K
+#pragma once
+
+#include "gdn/sm90/collective/inverse.cuh"
+#include "gdn/sm90/collective/stage_tiles.cuh"
+
+namespace cula::gdn::sm90 {
+
+inline constexpr int kIntraHeads = 4;  // value heads a block, a warp each
+inline constexpr int kIntraThreads = 32 * kIntraHeads;
+
+struct IntraArgs {
+  StageGrid grid;  // blocks: slots, groups of value heads
+  int64_t head_blocks;
+  CUtensorMap k;
+  CUtensorMap A;
+  TensorArg A_rows;  // [B, T, HV, C]
+};
+
+// kKeyHeads: how many key heads the value heads of a block have at most.
+template <int kKeyTiles, int kKeyHeads>
+struct IntraShared {
+  union Scratch {  // of one warp; the blocks are dead when A, rounded, takes their place
+    InverseScratch blocks;
+    SwizzledTile A;
+  };
+  Scratch scratch[kIntraHeads];
+  union alignas(1024) KeyHead {  // the products follow the keys behind a barrier
+    SwizzledTile keys[kKeyTiles];
+    Products products;
+  } key_heads[kKeyHeads];
+  ChunkFactors factors[kIntraHeads];
+  uint64_t loaded;
+};
+
+// The blocks of this warp's 16 rows on and below the diagonal, and zero past the chunk's length.
+__device__ __forceinline__ void store_key_products(Products& products, float (&c)[32], int length) {
+  const int warp = warp_id();
+  if (length < kRows) {
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      const int row = accumulator_row() + 8 * (i / 2 % 2);
+      const int column = accumulator_column() + 8 * (i / 4) + i % 2;
+      if (row >= length || column >= length) c[i] = 0.0f;
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    if (j > warp) continue;
+    store_block(products, triangle_block(warp, j), reinterpret_cast<const Accumulators&>(c[8 * j]));
+  }
+}
+
+// All of A by one warp, zeros above the diagonal too.
+template <class T>
+__device__ __forceinline__ void store_triangle(uint32_t tile, const RoundedTriangle<T>& A) {
+  const int lane = lane_id();
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t at = tile + swizzled(16 * i + (lane & 15), 2 * j + (lane >> 4));
+      if (j <= i) {
+        const uint32_t(&r)[4] = A.r[triangle_block(i, j <= i ? j : 0)];
+        stmatrix_x4(at, r[0], r[1], r[2], r[3]);
+      } else {
+        stmatrix_x4(at, 0, 0, 0, 0);
+      }
+    }
+  }
+}
+
+template <class T, int kKeyDim, int kKeyHeads>
+__global__ void __launch_bounds__(kIntraThreads, kKeyHeads == 1 ? 4 : (kKeyHeads == 2 ? 3 : 2))
+    intra_kernel(const __grid_constant__ IntraArgs args) {
+  constexpr int kKeyTiles = kKeyDim / 64;
+  using Shared = IntraShared<kKeyTiles, kKeyHeads>;
+  Shared& shared = *reinterpret_cast<Shared*>(swizzled_shared_memory());
+  const int64_t slot = blockIdx.x / static_cast<unsigned>(args.head_blocks);
+  const int first_head = static_cast<int>((blockIdx.x - slot * args.head_blocks) * kIntraHeads);
+  Chunk chunk;
+  if (!find_chunk(args.grid.sequences, slot, chunk)) return;
+  const int heads = static_cast<int>(args.grid.heads);
+  const int group = static_cast<int>(args.grid.group);
+  const int last_head = min(first_head + kIntraHeads, heads) - 1;
+  const int first_key = first_head / group;
+  const int keys = last_head / group - first_key + 1;
+  const int token = static_cast<int>(chunk.token);
+  const int batch = static_cast<int>(chunk.batch);
+  const uint32_t barrier = shared_address(&shared.loaded);
+  if (threadIdx.x == 0) {
+    mbarrier_init(barrier, 1);
+    mbarrier_init_fence();
+    mbarrier_arrive_expect(barrier, keys * kKeyTiles * kTileBytes);
+    for (int i = 0; i < keys; ++i) {
+      load_tiles<kKeyTiles>(shared_address(shared.key_heads[i].keys), args.k, {0, first_key + i, token, batch},
+                            barrier);
+    }
+  }
+  const int warp = warp_id();
+  const int head = first_head + warp;
+  const bool active = head <= last_head;
+  ChunkFactors& factors = shared.factors[warp];
+  if (active) make_stage_factors(factors, args.grid.gates, chunk, head, 1.0f);
+  sync_block();  // the barrier exists
+  mbarrier_wait(barrier, 0);
+  {
+    float c[kKeyHeads][32];
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kKeyHeads; ++i) {  // those that are absent too: no branch may stand around a wgmma
+      const uint32_t rows = wgmma_operand(shared_address(shared.key_heads[i].keys));
+      rows_by_rows<T, kKeyTiles>(c[i], rows, rows);
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    sync_block();
+#pragma unroll
+    for (int i = 0; i < kKeyHeads; ++i) {
+      if (i < keys) store_key_products(shared.key_heads[i].products, c[i], chunk.length);
+    }
+    sync_block();
+  }
+  if (!active) return;
+
+  RoundedTriangle<T> A;
+  invert_triangle(A, shared.key_heads[kKeyHeads == 1 ? 0 : head / group - first_key].products,
+                  {factors, factors.first[kRows - 1] != 0}, shared.scratch[warp].blocks);
+  sync_warp();
+  const uint32_t tile = shared_address(&shared.scratch[warp].A);
+  store_triangle(tile, A);
+  const int lane = lane_id();
+  if (chunk.length == kRows) {
+    fence_async_shared();
+    sync_warp();
+    if (lane == 0) {
+      tma_store(args.A, {0, head, token, batch}, tile);
+      tma_store_commit();
+      tma_store_wait_read();
+    }
+    return;
+  }
+  sync_warp();
+  T* out = static_cast<T*>(args.A_rows.data) + args.A_rows.offset(chunk.batch, chunk.token, head) + 8 * (lane & 7);
+#pragma unroll 1
+  for (int row = lane >> 3; row < chunk.length; row += 4) {
+    *reinterpret_cast<uint4*>(out + row * args.A_rows.stride[1]) = load_shared_vector(tile + swizzled(row, lane & 7));
+  }
+}
+
+struct RecomputeStageArgs {
+  StageGrid grid;
+  CUtensorMap k;
+  CUtensorMap v;
+  CUtensorMap A;
+  CUtensorMap w;
+  CUtensorMap u;
+  TensorArg w_rows;
+  TensorArg u_rows;
+};
+
+template <int kKeyTiles, int kValueTiles>
+struct RecomputeStageShared {
+  SwizzledTile A;
+  SwizzledTile k[kKeyTiles];
+  SwizzledTile v[kValueTiles];
+  SwizzledTile w[kKeyTiles];
+  SwizzledTile u[kValueTiles];
+  ChunkFactors factors;
+  uint64_t loaded;
+};
+
+// A operand times factors of its columns.
+template <class T>
+__device__ __forceinline__ void scale_operand(uint32_t (&scaled)[16], const uint32_t (&a)[16], uint32_t factors,
+                                              size_t which) {
+  const uint32_t at = factors + static_cast<uint32_t>(which) + 4 * accumulator_column();
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {  // 8 columns from 8 j on
+    const float2 f = load_shared_pair(at + 32 * j);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float2 x = unpack2<T>(a[2 * j + h]);
+      scaled[2 * j + h] = pack_operand<T>(f.x * x.x, f.y * x.y);
+    }
+  }
+}
+
+template <int kKeyDim, int kValueDim>
+inline constexpr int kRecomputeThreads = (kKeyDim > kValueDim ? kKeyDim : kValueDim) / 64 * kWarpgroupThreads;
+
+// A block a (chunk, value head); a warpgroup a 64-wide part of W and one of U, where there are as many.
+template <class T, int kKeyDim, int kValueDim>
+__global__ void __launch_bounds__(kRecomputeThreads<kKeyDim, kValueDim>, 2)
+    recompute_stage_kernel(const __grid_constant__ RecomputeStageArgs args) {
+  constexpr int kKeyTiles = kKeyDim / 64;
+  constexpr int kValueTiles = kValueDim / 64;
+  using Shared = RecomputeStageShared<kKeyTiles, kValueTiles>;
+  Shared& shared = *reinterpret_cast<Shared*>(swizzled_shared_memory());
+  const int64_t slot = blockIdx.x / static_cast<unsigned>(args.grid.heads);
+  const int head = static_cast<int>(blockIdx.x - slot * args.grid.heads);
+  Chunk chunk;
+  if (!find_chunk(args.grid.sequences, slot, chunk)) return;
+  const int token = static_cast<int>(chunk.token);
+  const int batch = static_cast<int>(chunk.batch);
+  const uint32_t barrier = shared_address(&shared.loaded);
+  if (threadIdx.x == 0) {
+    mbarrier_init(barrier, 1);
+    mbarrier_init_fence();
+    mbarrier_arrive_expect(barrier, (1 + kKeyTiles + kValueTiles) * kTileBytes);
+    load_tiles<1>(shared_address(&shared.A), args.A, {0, head, token, batch}, barrier);
+    load_tiles<kKeyTiles>(shared_address(shared.k), args.k, {0, head / static_cast<int>(args.grid.group), token, batch},
+                          barrier);
+    load_tiles<kValueTiles>(shared_address(shared.v), args.v, {0, head, token, batch}, barrier);
+  }
+  if (warp_id() == 1) make_stage_factors(shared.factors, args.grid.gates, chunk, head, 1.0f);
+  sync_block();
+
+  const int group = warpgroup_id();
+  const bool has_keys = kKeyTiles >= kValueTiles || group < kKeyTiles;
+  const bool has_values = kValueTiles >= kKeyTiles || group < kValueTiles;
+  const int key_tile = (has_keys ? group : 0) * kTileBytes;
+  const int value_tile = (has_values ? group : 0) * kTileBytes;
+  const uint32_t factors = shared_address(&shared.factors);
+  mbarrier_wait(barrier, 0);
+  if (chunk.length < kRows) {
+    trim_tiles(shared_address(&shared.A), 1 + kKeyTiles + kValueTiles, chunk.length, static_cast<int>(threadIdx.x),
+               kRecomputeThreads<kKeyDim, kValueDim>);
+    sync_block();
+  }
+  uint32_t a[16];
+  uint32_t scaled[16];
+  uint32_t decayed[16];
+  float u[32];
+  float w[32];
+  load_operand(a, shared_address(&shared.A));
+  scale_operand<T>(scaled, a, factors, offsetof(ChunkFactors, beta));
+  scale_operand<T>(decayed, a, factors, offsetof(ChunkFactors, beta_decay));
+  wgmma_fence();
+  operand_by_columns<T>(u, scaled, wgmma_operand(shared_address(shared.v) + value_tile));
+  operand_by_columns<T>(w, decayed, wgmma_operand(shared_address(shared.k) + key_tile));
+  wgmma_commit();
+  wgmma_wait<0>();
+  if (has_values) store_accumulators<T>(shared_address(shared.u) + value_tile, u);
+  if (has_keys) store_accumulators<T>(shared_address(shared.w) + key_tile, w);
+  if (has_values) {
+    send_tile<T>(args.u, args.u_rows, {64 * group, head, token, batch}, shared_address(shared.u) + value_tile,
+                 chunk.length, group);
+  }
+  if (has_keys) {
+    send_tile<T>(args.w, args.w_rows, {64 * group, head, token, batch}, shared_address(shared.w) + key_tile,
+                 chunk.length, group);
+  }
+  wait_sent();
+}
+
+}  // namespace cula::gdn::sm90
