@@ -227,6 +227,85 @@ void chunk_gated_delta_rule_bwd_dhu(const Plan& plan, const stages::StateBackwar
   cuda::launch_zero_padding(call.sequences, args.rows_out, problem.value_heads, problem.value_dim, native(stream));
 }
 
+void chunk_bwd_dqkwg(const Plan& plan, const stages::OperandGradients& t, Stream stream) {
+  const Call call(plan, t.cu_seqlens);
+  const Problem& problem = call.problem;
+  const TokenTensor q = token_tensor(t.q, "q");
+  const TokenTensor k = token_tensor(t.k, "k");
+  const TokenTensor v = token_tensor(t.v, "v");
+  const TokenTensor h = chunk_state_tensor(t.h, "h");
+  const TokenTensor dv = token_tensor(t.dv, "dv");
+  const TokenTensor grad_output = token_tensor(t.grad_output, "do");
+  const TokenTensor dh = chunk_state_tensor(t.dh, "dh");
+  const TokenTensor dq = token_tensor(t.dq, "dq");
+  const TokenTensor dk = token_tensor(t.dk, "dk");
+  const TokenTensor dw = token_tensor(t.dw, "dw");
+  if (!fit(call.dtype, {&q, &k, &v, &h, &dv, &grad_output, &dh, &dq, &dk, &dw})) {
+    return cuda::chunk_bwd_dqkwg(plan, t, stream);
+  }
+  const device::DeviceGuard guard(problem.device.device_id);
+  OperandGradientArgs args;
+  args.grid = stage_grid(plan, call, t.g, nullptr);
+  args.grid.heads = problem.heads;
+  args.num_chunks = t.dh->shape[1];
+  args.q = map_of(q, "q");
+  args.k = map_of(k, "k");
+  args.v = map_of(v, "v");
+  args.h = map_of(h, "h");
+  args.dv = map_of(dv, "dv");
+  args.grad_output = map_of(grad_output, "do");
+  args.dh = map_of(dh, "dh");
+  args.dq = map_of(dq, "dq");
+  args.dk = map_of(dk, "dk");
+  args.dw = map_of(dw, "dw");
+  args.dq_rows = tensor_arg(dq);
+  args.dk_rows = tensor_arg(dk);
+  args.dw_rows = tensor_arg(dw);
+  args.dg = cuda::token_arg(t.dg, "dg", call.dtype);
+  with_half_type(call, [&](auto element) {
+    launch_operand_gradient<decltype(element)>(args, stage_shape(problem), native(stream));
+  });
+  cuda::launch_zero_padding(call.sequences, args.dq_rows, problem.heads, problem.key_dim, native(stream));
+  cuda::launch_zero_padding(call.sequences, args.dk_rows, problem.heads, problem.key_dim, native(stream));
+  cuda::launch_zero_padding(call.sequences, args.dw_rows, problem.value_heads, problem.key_dim, native(stream));
+  cuda::launch_zero_padding(call.sequences, args.dg, problem.value_heads, 1, native(stream));
+}
+
+void prepare_wy_repr_bwd(const Plan& plan, const stages::WyBackward& t, Stream stream) {
+  const Call call(plan, t.cu_seqlens);
+  const Problem& problem = call.problem;
+  const TokenTensor k = token_tensor(t.k, "k");
+  const TokenTensor v = token_tensor(t.v, "v");
+  const TokenTensor A = token_tensor(t.A, "A");
+  const TokenTensor dw = token_tensor(t.dw, "dw");
+  const TokenTensor du = token_tensor(t.du, "du");
+  const TokenTensor dk = token_tensor(t.dk, "dk");
+  const TokenTensor dv = token_tensor(t.dv, "dv");
+  if (!fit(call.dtype, {&k, &v, &A, &dw, &du, &dk, &dv})) return cuda::prepare_wy_repr_bwd(plan, t, stream);
+  const device::DeviceGuard guard(problem.device.device_id);
+  WyGradientArgs args;
+  args.grid = stage_grid(plan, call, t.g, t.beta);
+  args.grid.heads = problem.heads;
+  args.grid.scale = 1.0f;
+  args.k = map_of(k, "k");
+  args.v = map_of(v, "v");
+  args.A = map_of(A, "A");
+  args.dw = map_of(dw, "dw");
+  args.du = map_of(du, "du");
+  args.dk = map_of(dk, "dk");
+  args.dv = map_of(dv, "dv");
+  args.dk_rows = tensor_arg(dk);
+  args.dv_rows = tensor_arg(dv);
+  args.dbeta = cuda::token_arg(t.db, "db", call.dtype);
+  args.dg = cuda::token_arg(t.dg, "dg", call.dtype);
+  with_half_type(
+      call, [&](auto element) { launch_wy_gradient<decltype(element)>(args, stage_shape(problem), native(stream)); });
+  cuda::launch_zero_padding(call.sequences, args.dk_rows, problem.heads, problem.key_dim, native(stream));
+  cuda::launch_zero_padding(call.sequences, args.dv_rows, problem.value_heads, problem.value_dim, native(stream));
+  cuda::launch_zero_padding(call.sequences, args.dbeta, problem.value_heads, 1, native(stream));
+  cuda::launch_zero_padding(call.sequences, args.dg, problem.value_heads, 1, native(stream));
+}
+
 void put_stages(BackendTable& table) {
   table.chunk_gated_delta_rule_fwd_intra = chunk_gated_delta_rule_fwd_intra;
   table.recompute_w_u_fwd = recompute_w_u_fwd;
@@ -234,6 +313,8 @@ void put_stages(BackendTable& table) {
   table.chunk_fwd_o = chunk_fwd_o;
   table.chunk_bwd_dv_local = chunk_bwd_dv_local;
   table.chunk_gated_delta_rule_bwd_dhu = chunk_gated_delta_rule_bwd_dhu;
+  table.chunk_bwd_dqkwg = chunk_bwd_dqkwg;
+  table.prepare_wy_repr_bwd = prepare_wy_repr_bwd;
 }
 
 }  // namespace cula::gdn::sm90

@@ -350,10 +350,10 @@ struct StateStageConsumer {
           output_operand[j] = pack_operand<T>(decay[j / 2].x * o.x, decay[j / 2].y * o.y);
         }
       }
-#pragma unroll
-      for (int i = 0; i < kStateRegisters; ++i) s[i] *= chunk_decay;
       send(chunk, kAdjoint ? chunk + 1 : chunk - 1);
       wgmma_wait<0>();
+#pragma unroll
+      for (int i = 0; i < kStateRegisters; ++i) s[i] *= chunk_decay;
 
 #pragma unroll
       for (int j = 0; j < 16; ++j) {

@@ -183,6 +183,18 @@ __device__ __forceinline__ void operand_by_columns(float (&d)[32], const uint32_
     }
   }
 }
+// d = a b^T, b one tile of as many rows as d has columns
+template <class T>
+__device__ __forceinline__ void operand_by_rows(float (&d)[32], const uint32_t (&a)[16], uint32_t b) {
+#pragma unroll
+  for (int k = 0; k < kRows / 16; ++k) {
+    if (k == 0) {
+      wgmma_rs_n64_first<T>(d, a, wgmma_descriptor(b, 0));
+    } else {
+      wgmma_rs_n64<T>(d, a + 4 * k, wgmma_descriptor(b, k * 32));
+    }
+  }
+}
 template <class T>
 __device__ __forceinline__ void add_operand_by_columns(float (&d)[32], const uint32_t (&a)[16], uint32_t b) {
 #pragma unroll

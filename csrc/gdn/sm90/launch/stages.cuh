@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
 #include "gdn/sm90/launch/stages.h"
@@ -117,6 +118,46 @@ void launch_state_gradient_stage(const StateStageArgs& args, const StageShape& s
   constexpr const char* kName = "chunk_gated_delta_rule_bwd_dhu";
   if (shape.key_dim == 64) return launch_state_stage_for<T, 64, true>(kName, args, stream);
   return launch_state_stage_for<T, 128, true>(kName, args, stream);
+}
+
+// Blocks that stay: one a multiprocessor.
+inline int64_t resident_blocks(const StageGrid& grid) {
+  return std::min<int64_t>(stage_blocks(grid), device::device_limits().multiprocessors);
+}
+
+template <class T, int kKeyDim, int kValueDim, bool kValueFirst>
+void launch_operand_gradient_for(const OperandGradientArgs& args, device::Stream stream) {
+  using Shared = OperandGradientShared<kKeyDim, kValueDim>;
+  static_assert(sizeof(Shared) <= 227 * 1024);
+  device::launch<operand_gradient_kernel<T, kKeyDim, kValueDim, kValueFirst>>(
+      "chunk_bwd_dqkwg",
+      {.blocks = resident_blocks(args.grid),
+       .threads = kOperandGradientThreads<kKeyDim>,
+       .shared_bytes = sizeof(Shared),
+       .stream = stream},
+      args);
+}
+
+template <class T>
+void launch_operand_gradient(const OperandGradientArgs& args, const StageShape& shape, device::Stream stream) {
+  with_dims(shape, [&](auto key_dim, auto value_dim) {
+    if (shape.value_first) return launch_operand_gradient_for<T, key_dim, value_dim, true>(args, stream);
+    return launch_operand_gradient_for<T, key_dim, value_dim, false>(args, stream);
+  });
+}
+
+template <class T>
+void launch_wy_gradient(const WyGradientArgs& args, const StageShape& shape, device::Stream stream) {
+  with_dims(shape, [&](auto key_dim, auto value_dim) {
+    using Shared = WyGradientShared<key_dim, value_dim>;
+    static_assert(sizeof(Shared) <= 227 * 1024);
+    device::launch<wy_gradient_kernel<T, key_dim, value_dim>>("prepare_wy_repr_bwd",
+                                                              {.blocks = resident_blocks(args.grid),
+                                                               .threads = kWyThreads<key_dim, value_dim>,
+                                                               .shared_bytes = sizeof(Shared),
+                                                               .stream = stream},
+                                                              args);
+  });
 }
 
 }  // namespace cula::gdn::sm90

@@ -3,8 +3,10 @@
 
 #include "common/device/launch.cuh"
 #include "gdn/sm90/kernel/stage_intra.cuh"
+#include "gdn/sm90/kernel/stage_operand_gradient.cuh"
 #include "gdn/sm90/kernel/stage_output.cuh"
 #include "gdn/sm90/kernel/stage_state.cuh"
+#include "gdn/sm90/kernel/stage_wy_gradient.cuh"
 
 namespace cula::gdn::sm90 {
 
@@ -27,5 +29,9 @@ template <class T>
 void launch_state_stage(const StateStageArgs& args, const StageShape& shape, device::Stream stream);
 template <class T>
 void launch_state_gradient_stage(const StateStageArgs& args, const StageShape& shape, device::Stream stream);
+template <class T>
+void launch_operand_gradient(const OperandGradientArgs& args, const StageShape& shape, device::Stream stream);
+template <class T>
+void launch_wy_gradient(const WyGradientArgs& args, const StageShape& shape, device::Stream stream);
 
 }  // namespace cula::gdn::sm90

@@ -1,0 +1,174 @@
+"""Checks the stages of the Hopper backend against their formulas in float64 on an H100 or H200, and times each beside
+the general backend's.
+
+    python run_stages.py --library build/libcula_gdn_test.so [--only NAME] [--no-timing | --no-checks] [--json FILE]
+    python run_stages.py --library libemulated.so --emulated     a part of the checks, on the CPU
+
+Prints one line a check and ends with a status other than 0 if any failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import pathlib
+import sys
+
+import torch
+from harness.checks import BF16, FP16, NAMES
+from harness.library import Library, Shape, Tensor
+from harness.reference import INFINITY, Options, make_inputs, to_device
+from harness.runner import Runner
+from harness.timing import milliseconds
+
+
+def emulated(run: Runner) -> None:
+    """Small, but with every size of K and V, both layouts of the state, tails, empty sequences and restarts."""
+    run.stages("64x64 one row more than a chunk", Shape(BF16, T=65, H=1, HV=2))
+    run.stages("128x128 V first", Shape(BF16, T=130, H=1, HV=2, K=128, V=128, v_first=True))
+    run.stages(
+        "64x128 packed, restarts",
+        Shape(BF16, T=300, H=1, HV=3, K=64, V=128, offsets=[0, 15, 100, 100, 233]), resets=(0, 20, 21, 110, 150),
+    )  # fmt: skip
+    run.stages("128x64 without gates", Shape(FP16, B=2, T=130, H=2, HV=2, K=128, V=64), with_gate=False)
+    run.stages("128x64 packed V first",
+               Shape(FP16, T=200, H=2, HV=4, K=128, V=64, v_first=True, offsets=[0, 64, 65, 200]))  # fmt: skip
+    run.stages("no tokens", Shape(BF16, T=0, K=128, V=128))
+    run.stages("negative scale", Shape(BF16, B=2, T=64, H=3, HV=3, scale=-0.3))
+    run.stages("128x128 five value heads a key head", Shape(FP16, T=100, H=1, HV=5, K=128, V=128))
+
+
+def on_device(run: Runner) -> None:
+    for dtype, (K, V), v_first in itertools.product(
+        (BF16, FP16), itertools.product((64, 128), repeat=2), (False, True)
+    ):
+        name = f"{NAMES[dtype]} {K}x{V}{' V first' if v_first else ''}"
+        sizes = {"K": K, "V": V, "v_first": v_first}
+        run.stages(name, Shape(dtype, B=2, T=300, H=2, HV=4, **sizes))
+        run.stages(
+            f"{name} packed, restarts",
+            Shape(dtype, T=700, H=2, HV=6, offsets=[0, 15, 100, 100, 333, 690], **sizes), resets=(0, 20, 21, 110, 350),
+        )  # fmt: skip
+    for T in (0, 1, 63, 64, 65, 128):
+        run.stages(f"bf16 T={T}", Shape(BF16, T=T, H=1, HV=2, K=128, V=128))
+    for H, HV in ((1, 1), (3, 3), (2, 8), (1, 5), (3, 24)):
+        run.stages(f"bf16 {H}/{HV} heads", Shape(BF16, T=130, H=H, HV=HV, K=128, V=128))
+    run.stages("bf16 without gates", Shape(BF16, B=2, T=130, H=2, HV=4, K=128, V=128), with_gate=False)
+    run.stages("bf16 negative scale", Shape(BF16, T=130, H=2, HV=4, K=128, V=128, scale=-0.3))
+    many = [16 * i for i in range(301)]
+    run.stages("bf16 300 documents", Shape(BF16, T=many[-1], H=4, HV=4, offsets=many))
+
+
+def stage_calls(run: Runner, shape: Shape) -> dict[str, list[Tensor | None]]:
+    """The arguments of every stage, made by the stages before it."""
+    x = shape.dtype
+    B, T, H, HV, K, V, C = shape.B, shape.T, shape.H, shape.HV, shape.K, shape.V, shape.C
+    t = to_device(make_inputs(shape, Options(gate_scale=1 / 16)), run.device)
+    seqlens = run.cu_seqlens(shape)
+    key = [run.empty(B, T, H, K, dtype=x) for _ in range(3)]
+    w, dw = (run.empty(B, T, HV, K, dtype=x) for _ in range(2))
+    u, v_new, o, dv, dv2, grad_v = (run.empty(B, T, HV, V, dtype=x) for _ in range(6))
+    gamma, dg, db, dg2 = (run.empty(B, T, HV, dtype=torch.float32) for _ in range(4))
+    A = run.empty(B, T, HV, C, dtype=x)
+    h, dh = (run.empty(*shape.state(B, shape.NT, HV), dtype=x) for _ in range(2))
+    ht, dh0 = (run.empty(*shape.state(shape.N, HV), dtype=torch.float32) for _ in range(2))
+    q, k, v, beta, do = t["q"], t["k"], t["v"], t["beta"], t["do"]
+    calls = {
+        "chunk_local_cumsum": [t["g"], gamma, seqlens],
+        "chunk_gated_delta_rule_fwd_intra": [k, v, gamma, beta, w, u, A, seqlens],
+        "recompute_w_u_fwd": [k, v, beta, A, gamma, w, u, seqlens],
+        "chunk_gated_delta_rule_fwd_h": [k, w, u, gamma, t["h0"], h, v_new, ht, seqlens],
+        "chunk_fwd_o": [q, k, v_new, h, gamma, o, seqlens],
+        "chunk_bwd_dv_local": [q, k, gamma, do, dv, seqlens],
+        "chunk_gated_delta_rule_bwd_dhu": [q, k, w, gamma, t["dht"], do, dv, dh, dh0, dv2, seqlens],
+        "chunk_bwd_dqkwg": [q, k, v_new, w, gamma, h, dv2, do, dh, key[0], key[1], dw, dg, seqlens],
+        "prepare_wy_repr_bwd": [k, v, beta, gamma, A, dw, dv2, key[2], grad_v, db, dg2, seqlens],
+    }
+    for name, tensors in calls.items():
+        run.library.run(name, shape, tensors, SCALARS.get(name, ()))
+    return calls
+
+
+SCALARS = {"chunk_local_cumsum": (1 / math.log(2), 0.0)}
+READ_NOT = {"chunk_bwd_dqkwg": (3,)}  # w is there for FLA's sake
+
+TIMED = [
+    (16, 32, 1, 32768, 128, 128),
+    (16, 32, 4, 8192, 128, 128),
+    (16, 64, 1, 8192, 128, 128),
+    (8, 8, 4, 8192, 64, 64),
+]
+
+
+def timings(run: Runner) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    for H, HV, B, T, K, V in TIMED:
+        shape = Shape(BF16, B=B, T=T, H=H, HV=HV, K=K, V=V)
+        run.library.backend = "sm90"
+        calls = stage_calls(run, shape)
+        for name, tensors in calls.items():
+            taken = {}
+            for backend in ("sm90", "cuda"):
+                run.library.backend = backend
+                plan = run.library.plan(shape)
+                taken[backend] = milliseconds(run.library.prepared(name, plan, tensors, SCALARS.get(name, ())), 15)
+                run.library.lib.cula_free_plan(plan)
+            skipped = READ_NOT.get(name, ())
+            moved = sum(
+                x.numel() * x.element_size() for i, x in enumerate(tensors) if x is not None and i not in skipped
+            )
+            rate = moved / taken["sm90"] / 1e9
+            print(f"time {H}/{HV} {K}x{V} {B}x{T} {name:<34} sm90 {taken['sm90']:.4f} ms, cuda {taken['cuda']:.4f} ms, "
+                  f"ratio {taken['cuda'] / taken['sm90']:.2f}, {rate:.2f} TB/s", flush=True)  # fmt: skip
+            rows.append({
+                "stage": name, "heads": f"{H}/{HV}", "dims": f"{K}/{V}", "lengths": f"{B}x{T}",
+                "sm90_ms": round(taken["sm90"], 4), "cuda_ms": round(taken["cuda"], 4), "tb_per_s": round(rate, 2),
+            })  # fmt: skip
+    return rows
+
+
+def repeats(run: Runner) -> None:
+    """The same bits every time, while other blocks come and go."""
+    shape = Shape(BF16, T=4000, H=8, HV=16, K=128, V=128, offsets=[0, 700, 701, 1900, 4000])
+    calls = stage_calls(run, shape)
+    errors = {}
+    for name, tensors in calls.items():
+        before = [None if x is None else torch.nan_to_num(x.float()) for x in tensors]
+        for _ in range(20):
+            run.library.run(name, shape, tensors, SCALARS.get(name, ()))
+        same = all(
+            b is None or torch.equal(b, torch.nan_to_num(x.float())) for b, x in zip(before, tensors, strict=True)
+        )
+        errors[name] = (0.0 if same else INFINITY, 0.0)
+    run.report("20 repeats", errors)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--library", required=True)
+    parser.add_argument("--only", default="", help="checks whose name contains this")
+    parser.add_argument("--emulated", action="store_true", help="a part of the checks, on the emulator")
+    parser.add_argument("--no-timing", action="store_true")
+    parser.add_argument("--no-checks", action="store_true")
+    parser.add_argument("--json", type=pathlib.Path, help="write the figures there")
+    arguments = parser.parse_args()
+    run = Runner(Library(arguments.library, "cpu" if arguments.emulated else "cuda", "sm90"), arguments.only)
+    if arguments.emulated:
+        emulated(run)
+    elif not arguments.no_checks:
+        on_device(run)
+        repeats(run)
+    print(f"{run.count - len(run.failures)} of {run.count} checks passed", flush=True)
+    for failure in run.failures:
+        print("failed:", failure, flush=True)
+    if not arguments.emulated and not arguments.no_timing:
+        rows = timings(run)
+        if arguments.json is not None:
+            arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+    return 1 if run.failures or (run.count == 0 and not arguments.no_checks) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
