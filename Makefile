@@ -82,7 +82,8 @@ $(gpu_library): build
 test-gpu: $(gpu_library)
 	$(GPU_PYTHON) tests/gpu/run_cuda.py --library $(gpu_library) --isolated --results docs/results \
 	  --commit $(shell git rev-parse --short HEAD) $(GPU_ARGS)
-	! $(is_hopper) || $(GPU_PYTHON) tests/gpu/run_sm90.py --library $(gpu_library)
+	! $(is_hopper) || { $(GPU_PYTHON) tests/gpu/run_sm90.py --library $(gpu_library) && \
+	  $(GPU_PYTHON) tests/gpu/run_stages.py --library $(gpu_library); }
 	! $(GPU_PYTHON) -c 'import tvm_ffi, pytest' || $(gpu_package) $(GPU_PYTHON) -m pytest $(gpu_tests) \
 	  --backends cuda$$($(is_hopper) && echo ,sm90)
 

@@ -157,7 +157,8 @@ std::string Plan::describe() const {
     text += concat("\n  forward: ", sm90::choose_schedule(*this).describe(), "\n  backward: ",
                    sm90::has_own_backward(*this) ? sm90::choose_backward_schedule(*this).describe()
                                                  : "backend cuda (sm90 if it is named)",
-                   "\n  stages, decoding, and operands whose rows are not aligned to 16 bytes: backend cuda");
+                   "\n  stages intra, recompute_w_u, fwd_h, fwd_o, dv_local, dhu, dqkwg and wy backward: backend sm90",
+                   "\n  other stages, decoding, and operands whose rows are not aligned to 16 bytes: backend cuda");
   }
   text += concat("\n  workspace: forward ", forward_workspace_bytes(false), " B (", forward_workspace_bytes(true),
                  " B when saving for backward), backward ", backward_workspace_bytes(), " B");
