@@ -166,17 +166,16 @@ template <int kKeyTiles, int kValueTiles>
 struct RecomputeStageShared {
   SwizzledTile A;
   SwizzledTile k[kKeyTiles];
-  SwizzledTile v[kValueTiles];
-  SwizzledTile w[kKeyTiles];
-  SwizzledTile u[kValueTiles];
+  SwizzledTile v[kValueTiles];  // U takes its place
+  SwizzledTile w[kKeyTiles];    // not K's: it may have two readers
   ChunkFactors factors;
   uint64_t loaded;
 };
 
-// A operand times factors of its columns.
+// A as an operand, its columns times factors of theirs.
 template <class T>
-__device__ __forceinline__ void scale_operand(uint32_t (&scaled)[16], const uint32_t (&a)[16], uint32_t factors,
-                                              size_t which) {
+__device__ __forceinline__ void load_scaled(uint32_t (&a)[16], uint32_t tile, uint32_t factors, size_t which) {
+  load_operand(a, tile);
   const uint32_t at = factors + static_cast<uint32_t>(which) + 4 * accumulator_column();
 #pragma unroll
   for (int j = 0; j < 8; ++j) {  // 8 columns from 8 j on
@@ -184,7 +183,7 @@ __device__ __forceinline__ void scale_operand(uint32_t (&scaled)[16], const uint
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float2 x = unpack2<T>(a[2 * j + h]);
-      scaled[2 * j + h] = pack_operand<T>(f.x * x.x, f.y * x.y);
+      a[2 * j + h] = pack_operand<T>(f.x * x.x, f.y * x.y);
     }
   }
 }
@@ -194,7 +193,7 @@ inline constexpr int kRecomputeThreads = (kKeyDim > kValueDim ? kKeyDim : kValue
 
 // A block a (chunk, value head); a warpgroup a 64-wide part of W and one of U, where there are as many.
 template <class T, int kKeyDim, int kValueDim>
-__global__ void __launch_bounds__(kRecomputeThreads<kKeyDim, kValueDim>, 2)
+__global__ void __launch_bounds__(kRecomputeThreads<kKeyDim, kValueDim>, 3)
     recompute_stage_kernel(const __grid_constant__ RecomputeStageArgs args) {
   constexpr int kKeyTiles = kKeyDim / 64;
   constexpr int kValueTiles = kValueDim / 64;
@@ -222,8 +221,9 @@ __global__ void __launch_bounds__(kRecomputeThreads<kKeyDim, kValueDim>, 2)
   const int group = warpgroup_id();
   const bool has_keys = kKeyTiles >= kValueTiles || group < kKeyTiles;
   const bool has_values = kValueTiles >= kKeyTiles || group < kValueTiles;
-  const int key_tile = (has_keys ? group : 0) * kTileBytes;
-  const int value_tile = (has_values ? group : 0) * kTileBytes;
+  const uint32_t k = shared_address(shared.k) + (has_keys ? group : 0) * kTileBytes;
+  // A warpgroup without values multiplies its keys in their place and drops the result.
+  const uint32_t v = has_values ? shared_address(shared.v) + group * kTileBytes : k;
   const uint32_t factors = shared_address(&shared.factors);
   mbarrier_wait(barrier, 0);
   if (chunk.length < kRows) {
@@ -231,28 +231,28 @@ __global__ void __launch_bounds__(kRecomputeThreads<kKeyDim, kValueDim>, 2)
                kRecomputeThreads<kKeyDim, kValueDim>);
     sync_block();
   }
-  uint32_t a[16];
+  const uint32_t A = shared_address(&shared.A);
   uint32_t scaled[16];
-  uint32_t decayed[16];
-  float u[32];
-  float w[32];
-  load_operand(a, shared_address(&shared.A));
-  scale_operand<T>(scaled, a, factors, offsetof(ChunkFactors, beta));
-  scale_operand<T>(decayed, a, factors, offsetof(ChunkFactors, beta_decay));
+  float c[32];
+  load_scaled<T>(scaled, A, factors, offsetof(ChunkFactors, beta));
   wgmma_fence();
-  operand_by_columns<T>(u, scaled, wgmma_operand(shared_address(shared.v) + value_tile));
-  operand_by_columns<T>(w, decayed, wgmma_operand(shared_address(shared.k) + key_tile));
+  operand_by_columns<T>(c, scaled, wgmma_operand(v));
   wgmma_commit();
   wgmma_wait<0>();
-  if (has_values) store_accumulators<T>(shared_address(shared.u) + value_tile, u);
-  if (has_keys) store_accumulators<T>(shared_address(shared.w) + key_tile, w);
   if (has_values) {
-    send_tile<T>(args.u, args.u_rows, {64 * group, head, token, batch}, shared_address(shared.u) + value_tile,
-                 chunk.length, group);
+    sync_warpgroup(group);  // all have read V
+    store_accumulators<T>(v, c);
+    send_tile<T>(args.u, args.u_rows, {64 * group, head, token, batch}, v, chunk.length, group);
   }
+  load_scaled<T>(scaled, A, factors, offsetof(ChunkFactors, beta_decay));
+  wgmma_fence();
+  operand_by_columns<T>(c, scaled, wgmma_operand(k));
+  wgmma_commit();
+  wgmma_wait<0>();
   if (has_keys) {
-    send_tile<T>(args.w, args.w_rows, {64 * group, head, token, batch}, shared_address(shared.w) + key_tile,
-                 chunk.length, group);
+    const uint32_t w = shared_address(shared.w) + group * kTileBytes;
+    store_accumulators<T>(w, c);
+    send_tile<T>(args.w, args.w_rows, {64 * group, head, token, batch}, w, chunk.length, group);
   }
   wait_sent();
 }

@@ -235,79 +235,74 @@ struct WyGradientConsumer {
       }
       uint32_t transposed[16];  // A^T
       load_operand_transposed(transposed, A);
+      const float2 beta = row_factors(factors, offsetof(ChunkFactors, beta));
       float z[32];
       float c[32];
+      uint32_t operand[16];
       {
         float y[32];
+        float d[32];
+        const uint32_t dw = wgmma_operand(shared_address(stage.dw));
+        const uint32_t du = wgmma_operand(shared_address(stage.du));
         wgmma_fence();
-        operand_by_columns<T>(y, transposed, wgmma_operand(shared_address(stage.du) + value_tile));  // Z_u
-        operand_by_columns<T>(z, transposed, wgmma_operand(shared_address(stage.dw) + key_tile));    // Z_w
-        rows_by_rows<T, kKeyTiles>(c, wgmma_operand(shared_address(stage.dw)), wgmma_operand(k));
+        operand_by_columns<T>(y, transposed, du + value_tile / 16);  // Z_u
+        operand_by_columns<T>(z, transposed, dw + key_tile / 16);    // Z_w
+        rows_by_rows<T, kKeyTiles>(c, dw, wgmma_operand(k));
+        rows_by_rows<T, kValueTiles>(d, du, wgmma_operand(shared_address(stage.v)));
         wgmma_commit();
         wait_sent();  // what was put out before
         sync_warpgroup(group);
         wgmma_wait<0>();
-        const float2 beta = row_factors(factors, offsetof(ChunkFactors, beta));
+        // dA: its operands are scaled by rows of K and V, which are its columns.
+        scale_columns(c, factors, offsetof(ChunkFactors, out_decay));
+#pragma unroll
+        for (int i = 0; i < 32; ++i) c[i] += d[i];
+        scale_columns(c, factors, offsetof(ChunkFactors, beta));
+        keep_lower(c);
+        pack_accumulators<T>(operand, c);
+        wgmma_fence();
+        operand_by_rows<T>(c, operand, wgmma_operand(A));  // dA A^T
+        wgmma_commit();
         if (has_values()) store_row_sums(shared.value_rows[buffer][group], row_products<T>(y, v));
+        if (has_keys()) store_row_sums(shared.key_rows[buffer][group], row_products<T>(z, k + key_tile));
         scale_rows(y, beta);
         store_accumulators<T>(out, y);
-      }
-      if (has_keys()) store_row_sums(shared.key_rows[buffer][group], row_products<T>(z, k + key_tile));
-      // dA: its operands are scaled by rows of K and V, which are its columns.
-      scale_columns(c, factors, offsetof(ChunkFactors, out_decay));
-      wgmma_fence();
-      add_rows_by_rows<T, kValueTiles>(c, wgmma_operand(shared_address(stage.du)),
-                                       wgmma_operand(shared_address(stage.v)));
-      wgmma_commit();
-      wgmma_wait<0>();
-      scale_columns(c, factors, offsetof(ChunkFactors, beta));
-      keep_lower(c);
-      uint32_t operand[16];
-      pack_accumulators<T>(operand, c);
-      wgmma_fence();
-      operand_by_rows<T>(c, operand, wgmma_operand(A));  // dA A^T
-      wgmma_commit();
-      if (has_values()) {
-        send_tile<T>(args.dv, args.dv_rows, {64 * group, step.head, step.token, step.batch}, out, step.length, group);
-      }
-      wgmma_wait<0>();
-      pack_accumulators<T>(operand, c);
-      store_packed(pairs_tile, operand);
-      fence_async_shared();
-      sync_warpgroup(group);
-      const float2 beta = row_factors(factors, offsetof(ChunkFactors, beta));
-      {
-        float products[32];
+        if (has_values()) {
+          send_tile<T>(args.dv, args.dv_rows, {64 * group, step.head, step.token, step.batch}, out, step.length, group);
+        }
+        wgmma_wait<0>();
+        pack_accumulators<T>(operand, c);
+        store_packed(pairs_tile, operand);
+        fence_async_shared();
+        sync_warpgroup(group);
         wgmma_fence();
         operand_by_columns<T>(c, transposed, wgmma_operand(pairs_tile));  // A^T dA A^T
-        rows_by_rows<T, kKeyTiles>(products, wgmma_operand(k), wgmma_operand(k));
+        rows_by_rows<T, kKeyTiles>(d, wgmma_operand(k), wgmma_operand(k));
         wgmma_commit();
         wgmma_wait<0>();
         gate_pairs<Later::kRow, true>(c, factors, -1.0f, step.length);
-        if (group == 0) sum_pairs(c, products, beta, buffer);
+        pack_accumulators<T>(operand, c);
+        if (group == 0) sum_pairs(c, d, beta, buffer);
       }
-      pack_accumulators<T>(operand, c);
       scale_rows(c, beta);
       sync_warpgroup(group);  // all have multiplied by what lies there
       uint32_t scaled[16];
       pack_accumulators<T>(scaled, c);
       store_packed(pairs_tile, scaled);
-      wgmma_fence();
-      operand_by_columns<T>(c, operand, wgmma_operand(k + key_tile));  // dP K
-      wgmma_commit();
       sync_warpgroup(group);
       load_operand_transposed(scaled, pairs_tile);
+      float e[32];
+      wgmma_fence();
+      operand_by_columns<T>(c, operand, wgmma_operand(k + key_tile));  // dP K
+      operand_by_columns<T>(e, scaled, wgmma_operand(k + key_tile));   // (diag(beta) dP)^T K
+      wgmma_commit();
       const float2 decay = row_factors(factors, offsetof(ChunkFactors, out_decay));
       wgmma_wait<0>();
 #pragma unroll
       for (int i = 0; i < 32; ++i) {
         const bool upper = (i & 2) == 0;
-        z[i] = (upper ? beta.x : beta.y) * ((upper ? decay.x : decay.y) * z[i] + c[i]);
+        z[i] = (upper ? beta.x : beta.y) * ((upper ? decay.x : decay.y) * z[i] + c[i]) + e[i];
       }
-      wgmma_fence();
-      add_operand_by_columns<T>(z, scaled, wgmma_operand(k + key_tile));  // (diag(beta) dP)^T K
-      wgmma_commit();
-      wgmma_wait<0>();
       if (lane_id() == 0) mbarrier_arrive(shared_address(&shared.empty[s]));
 #pragma unroll
       for (int i = 0; i < 32; ++i) dk[i] += z[i];
