@@ -1,6 +1,8 @@
 // What a backend implements: one function an operation, called with arguments that validate.h has accepted.
 #pragma once
 
+#include <initializer_list>
+
 #include "gdn/cp/cp.h"
 #include "gdn/gdn.h"
 #include "gdn/stages.h"
@@ -28,7 +30,7 @@
   X(prepare_wy_repr_bwd, WyBackward)
 // clang-format on
 
-// What context parallelism is made of: functions of cula::gdn::cp and their arguments. A backend may leave them out.
+// What context parallelism is made of: functions of cula::gdn::cp and their arguments.
 // clang-format off
 #define CULA_GDN_CP(X)                   \
   X(prepare, ForwardTensors)             \
@@ -53,9 +55,9 @@ struct BackendTable {
   CULA_GDN_STAGES(CULA_GDN_STAGE_FIELD)
 #undef CULA_GDN_STAGE_FIELD
 
-#define CULA_GDN_CP_FIELD(function, Arguments)                      \
-  size_t (*cp_##function##_workspace_bytes)(const Plan&) = nullptr; \
-  void (*cp_##function)(const Plan&, const Arguments&, Workspace, Stream) = nullptr;
+#define CULA_GDN_CP_FIELD(function, Arguments)            \
+  size_t (*cp_##function##_workspace_bytes)(const Plan&); \
+  void (*cp_##function)(const Plan&, const Arguments&, Workspace, Stream);
   CULA_GDN_CP(CULA_GDN_CP_FIELD)
 #undef CULA_GDN_CP_FIELD
 };
@@ -67,6 +69,9 @@ const BackendTable& cuda_backend();
 #ifdef CULA_WITH_SM90
 const BackendTable& sm90_backend();
 #endif
+
+// On the CPU: the areas that a call is about to fill.
+void expect_writes(const Plan& plan, Workspace workspace, std::initializer_list<const DLTensor*> outputs);
 
 // The table of a backend that this build has.
 const BackendTable& backend_table(Backend backend);

@@ -18,9 +18,6 @@ const BackendTable& backend_table([[maybe_unused]] Backend backend) {
   return cpu_backend();
 }
 
-namespace {
-
-// On the CPU: the areas that a call is about to fill.
 void expect_writes(const Plan& plan, Workspace workspace, std::initializer_list<const DLTensor*> outputs) {
   if (plan.backend() != Backend::kCpu) return;
   prefer_huge_pages(workspace.data, workspace.bytes);
@@ -31,8 +28,6 @@ void expect_writes(const Plan& plan, Workspace workspace, std::initializer_list<
     }
   }
 }
-
-}  // namespace
 
 void forward(const Plan& plan, const ForwardTensors& tensors, Workspace workspace, Stream stream) {
   validate_forward(plan, tensors);

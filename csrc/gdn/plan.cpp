@@ -153,6 +153,12 @@ std::string Plan::describe() const {
     const ScanSizes sizes = scan_sizes(*this);
     text += concat("\n  passes over the chunks: ", choose_scan_schedule(sizes).describe(sizes.longest));
   }
+  if (backend_ == Backend::kCuda || backend_ == Backend::kSm90) {
+    const ScanSizes sizes = scan_sizes(*this);
+    text += concat("\n  context parallelism: summaries and merges backend cuda, ",
+                   choose_summary_schedule(sizes, true).value_block(), " columns a block forward, ",
+                   choose_summary_schedule(sizes, false).value_block(), " backward");
+  }
   if (backend_ == Backend::kSm90) {
     text += concat("\n  forward: ", sm90::choose_schedule(*this).describe(), "\n  backward: ",
                    sm90::has_own_backward(*this) ? sm90::choose_backward_schedule(*this).describe()

@@ -27,6 +27,11 @@ double grid_time(const ScanWork& work, int64_t blocks, double steps) {
 
 }  // namespace
 
+bool& sequences_stay_whole() {
+  static bool whole = false;
+  return whole;
+}
+
 std::string Segments::describe(int64_t longest) const {
   if (chunks == 0) return "sequences whole";
   return concat("segments of ", chunks, " chunks, ", of(longest), " in the longest sequence");
@@ -65,29 +70,47 @@ bool has_wide_blocks(int64_t key_dim, int64_t element_bytes) {
   return key_dim <= 64 || (key_dim <= 128 && element_bytes == 2);
 }
 
-ScanSchedule choose_scan_schedule(const ScanSizes& sizes) {
-  const auto work_of = [&](int64_t columns) {
-    const auto blocks = [&](int64_t dim) { return (dim + columns - 1) / columns; };
-    ScanWork work;
-    // Of sequences of unequal length, as many as would be of the longest's.
-    work.sequences = sizes.longest == 0 ? 0 : (sizes.chunks + sizes.longest - 1) / sizes.longest;
-    work.longest = sizes.longest;
-    work.blocks = sizes.value_heads * blocks(sizes.value_dim);
-    work.summary_blocks = sizes.value_heads * (blocks(sizes.value_dim) + blocks(sizes.key_dim));
-    work.summary_cost = 0.7;  // no output
-    work.merge_cost = 2.0;
-    work.multiprocessors = kPlannedMultiprocessors;
-    work.residency = sizes.element_bytes == 2 && sizes.key_dim <= 128 ? 2 : 1;
-    return work;
-  };
-  constexpr double kNarrowCost = 0.7;  // of a chunk in a narrow block, in chunks of a wide one
-  const ScanWork narrow_work = work_of(32);
-  ScanSchedule narrow = {true, choose_segments(narrow_work)};
+namespace {
+
+constexpr double kNarrowCost = 0.7;  // of a chunk in a narrow block, in chunks of a wide one
+
+ScanWork scan_work(const ScanSizes& sizes, int64_t columns) {
+  const auto blocks = [&](int64_t dim) { return (dim + columns - 1) / columns; };
+  ScanWork work;
+  // Of sequences of unequal length, as many as would be of the longest's.
+  work.sequences = sizes.longest == 0 ? 0 : (sizes.chunks + sizes.longest - 1) / sizes.longest;
+  work.longest = sizes.longest;
+  work.blocks = sizes.value_heads * blocks(sizes.value_dim);
+  work.summary_blocks = sizes.value_heads * (blocks(sizes.value_dim) + blocks(sizes.key_dim));
+  work.summary_cost = 0.7;  // no output
+  work.merge_cost = 2.0;
+  work.multiprocessors = kPlannedMultiprocessors;
+  work.residency = sizes.element_bytes == 2 && sizes.key_dim <= 128 ? 2 : 1;
+  return work;
+}
+
+}  // namespace
+
+ScanSchedule choose_scan_schedule(const ScanSizes& sizes, bool may_split) {
+  const auto segments = [&](const ScanWork& work) { return may_split ? choose_segments(work) : Segments{}; };
+  const ScanWork narrow_work = scan_work(sizes, 32);
+  ScanSchedule narrow = {true, segments(narrow_work)};
   if (!has_wide_blocks(sizes.key_dim, sizes.element_bytes) || sizes.value_dim <= 32) return narrow;
-  const ScanWork wide_work = work_of(64);
-  const ScanSchedule wide = {false, choose_segments(wide_work)};
+  const ScanWork wide_work = scan_work(sizes, 64);
+  const ScanSchedule wide = {false, segments(wide_work)};
   const bool narrow_wins = kNarrowCost * scan_time(narrow_work, narrow.segments) < scan_time(wide_work, wide.segments);
   return narrow_wins ? narrow : wide;
+}
+
+ScanSchedule choose_summary_schedule(const ScanSizes& sizes, bool with_map) {
+  if (!has_wide_blocks(sizes.key_dim, sizes.element_bytes)) return {true, {}};
+  const auto time = [&](int64_t columns) {
+    ScanWork work = scan_work(sizes, columns);
+    work.sequences = 1;
+    if (with_map) work.blocks = work.summary_blocks;
+    return scan_time(work, {});
+  };
+  return {kNarrowCost * time(32) < time(64), {}};
 }
 
 ScanSizes scan_sizes(const Plan& plan) {

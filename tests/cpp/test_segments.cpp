@@ -112,6 +112,28 @@ TEST(ScanSchedule, WideBlocksNeedRegisters) {
   EXPECT_TRUE(schedule_of(64, 64, 32, 64, 32).narrow);  // nothing for the other half of a wide block
 }
 
+TEST(ScanSchedule, SequencesStayWholeWhereThatIsAskedFor) {
+  const gdn::ScanSizes sizes = {1, 512, 512, 2, 128, 128, 2};
+  EXPECT_TRUE(gdn::choose_scan_schedule(sizes).segments);
+  EXPECT_FALSE(gdn::choose_scan_schedule(sizes, false).segments);
+  gdn::sequences_stay_whole() = true;
+  EXPECT_FALSE(gdn::choose_scan_schedule(sizes).segments);
+  gdn::sequences_stay_whole() = false;
+  EXPECT_TRUE(gdn::choose_scan_schedule(sizes).segments);
+}
+
+TEST(SummarySchedule, WideBlocksWhereTheyFillTheMachine) {
+  const auto narrow = [](int64_t heads, int64_t key_dim, bool with_map, int64_t element_bytes = 2) {
+    const gdn::ScanSizes sizes = {1, 128, 128, heads, key_dim, 128, element_bytes};
+    return gdn::choose_summary_schedule(sizes, with_map).narrow;
+  };
+  EXPECT_FALSE(narrow(32, 128, true));  // 128 wide blocks, a multiprocessor each
+  EXPECT_TRUE(narrow(32, 128, false));  // 64, or 128 narrow ones
+  EXPECT_TRUE(narrow(16, 128, true));
+  EXPECT_TRUE(narrow(32, 256, true));  // wide blocks have no registers for so many keys
+  EXPECT_TRUE(narrow(32, 128, true, 4));
+}
+
 TEST(ScanSchedule, NothingToDo) { EXPECT_FALSE(schedule_of(0, 0, 4, 64, 64).segments); }
 
 TEST(ScanSchedule, Printable) {

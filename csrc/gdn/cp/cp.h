@@ -16,8 +16,10 @@
 // [HV, K, V + K] with S_ext in front, is that of flash-linear-attention 0.6.0, whose ranks can sit in the same group;
 // it does not depend on Problem::state_v_first.
 //
-// `plan` is the plan of the rank's own tokens, packed sequences included. Functions throw as those of gdn.h do; a
-// backend without context parallelism throws RuntimeError.
+// `plan` is the plan of the rank's own tokens, packed sequences included. Functions throw as those of gdn.h do.
+//
+// Where gates forget, S_ext on a GPU comes from the chunks that still show at the end of the sequence (its start, for
+// dS_ext), and M is zero: what was left out is below 2^-128 of the state that enters, which fp32 could not show.
 #pragma once
 
 #include <vector>

@@ -124,6 +124,7 @@ void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, S
   states.state_elements = space.state_elements;
   states.residual = residual;
   states.summary = dense_states(space.segments.summary, problem.value_heads, key_dim, value_dim + key_dim);
+  states.map = dense_states(space.segments.summary, problem.value_heads, key_dim, value_dim + key_dim, value_dim);
   states.for_adjoint = true;
   states.seeds = dense_states(space.segments.seeds, problem.value_heads, key_dim, value_dim);
 

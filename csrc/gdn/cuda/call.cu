@@ -85,6 +85,16 @@ const BackendTable& cuda_backend() {
       .chunk_gated_delta_rule_bwd_dhu = cuda::chunk_gated_delta_rule_bwd_dhu,
       .chunk_bwd_dqkwg = cuda::chunk_bwd_dqkwg,
       .prepare_wy_repr_bwd = cuda::prepare_wy_repr_bwd,
+      .cp_prepare_workspace_bytes = cuda::cp_prepare_workspace_bytes,
+      .cp_prepare = cuda::cp_prepare,
+      .cp_advance_workspace_bytes = cuda::cp_advance_workspace_bytes,
+      .cp_advance = cuda::cp_advance,
+      .cp_summarize_workspace_bytes = cuda::cp_summarize_workspace_bytes,
+      .cp_summarize = cuda::cp_summarize,
+      .cp_summarize_adjoint_workspace_bytes = cuda::cp_summarize_adjoint_workspace_bytes,
+      .cp_summarize_adjoint = cuda::cp_summarize_adjoint,
+      .cp_merge_workspace_bytes = cuda::cp_merge_workspace_bytes,
+      .cp_merge = cuda::cp_merge,
   };
   return kTable;
 }

@@ -52,14 +52,24 @@ size_t forward_workspace_bytes(const Plan& plan, bool saves_for_backward) {
       .bytes;
 }
 
-void forward(const Plan& plan, const ForwardTensors& t, Workspace workspace, Stream stream_handle) {
+namespace {
+
+// Which halves of forward a call runs: what depends on one chunk alone and is saved (normalised q and k, A), and the
+// rest. The second without the first reads what that saved.
+struct Halves {
+  bool prepare = true;
+  bool advance = true;
+};
+
+void run_forward(const Plan& plan, const ForwardTensors& t, Workspace workspace, Stream stream_handle, Halves halves) {
   const Call call(plan, t.cu_seqlens);
   const Problem& problem = call.problem;
   const device::DeviceGuard guard(problem.device.device_id);
   const auto stream = static_cast<device::Stream>(stream_handle);
   const bool saves = t.saved != nullptr;
   const ScanCut cut = scan_cut(plan);
-  const ForwardWorkspace space(problem, cut, call.dtype, saves, WorkspaceCutter(workspace.data));
+  const ForwardWorkspace space(problem, cut, call.dtype, saves,
+                               WorkspaceCutter(halves.advance ? workspace.data : nullptr));
   const int64_t rows = call.token_rows;
   const int key_dim = static_cast<int>(problem.key_dim);
 
@@ -69,8 +79,10 @@ void forward(const Plan& plan, const ForwardTensors& t, Workspace workspace, Str
     const auto normalize = [&](const DLTensor* x, DLTensor* y, DLTensor* rstd, void* scratch, TensorArg& result) {
       const RowsArg target =
           saves ? rows_arg(y, "saved", false) : dense_rows(scratch, call.dtype, rows * problem.heads, problem.key_dim);
-      launch_l2norm(rows_arg(x, "q", false), target, saves ? rows_arg(rstd, "rstd", true) : RowsArg{},
-                    rows * problem.heads, key_dim, stream);
+      if (halves.prepare) {
+        launch_l2norm(rows_arg(x, "q", false), target, saves ? rows_arg(rstd, "rstd", true) : RowsArg{},
+                      rows * problem.heads, key_dim, stream);
+      }
       result = saves ? token_arg(y, "saved", call.dtype)
                      : dense_arg(scratch, call.dtype, problem.tokens, problem.heads, problem.key_dim);
     };
@@ -90,9 +102,11 @@ void forward(const Plan& plan, const ForwardTensors& t, Workspace workspace, Str
   prepare.q = q;
   prepare.k = k;
   prepare.gates = operator_gates(call, t.g, t.beta, t.A_log, t.dt_bias);
-  prepare.A = A;
-  prepare.P = P;
-  prepare.factors = space.factors;
+  if (halves.prepare) prepare.A = A;
+  if (halves.advance) {
+    prepare.P = P;
+    prepare.factors = space.factors;
+  }
   prepare.factor_stride = rows * problem.value_heads;
 
   ForwardScanArgs scan;
@@ -117,11 +131,14 @@ void forward(const Plan& plan, const ForwardTensors& t, Workspace workspace, Str
   scan.checkpoints = checkpoint_args(problem, t);
   scan.o = token_arg(t.o, "o", call.dtype);
   scan.summary = dense_states(space.segments.summary, problem.value_heads, key_dim, problem.value_dim + key_dim);
+  scan.map = dense_states(space.segments.summary, problem.value_heads, key_dim, problem.value_dim + key_dim,
+                          problem.value_dim);
   scan.seeds = dense_states(space.segments.seeds, problem.value_heads, key_dim, problem.value_dim);
 
   with_element_type(call.dtype, [&](auto element) {
     using T = decltype(element);
     launch_prepare<T, GateKind::kLogDecay>(prepare, stream);
+    if (!halves.advance) return;
     if (cut.schedule.segments) {
       launch_state_summary<T>(scan, cut.schedule.narrow, stream);
       launch_merge(segment_merge(scan), false, stream);
@@ -132,7 +149,25 @@ void forward(const Plan& plan, const ForwardTensors& t, Workspace workspace, Str
       launch_forward_scan<T>(scan, cut.schedule.narrow, stream);
     }
   });
-  launch_zero_padding(call.sequences, scan.o, problem.value_heads, problem.value_dim, stream);
+  if (halves.advance) {
+    launch_zero_padding(call.sequences, scan.o, problem.value_heads, problem.value_dim, stream);
+  }
+}
+
+}  // namespace
+
+void forward(const Plan& plan, const ForwardTensors& t, Workspace workspace, Stream stream) {
+  run_forward(plan, t, workspace, stream, {});
+}
+
+size_t cp_prepare_workspace_bytes(const Plan&) { return 0; }
+void cp_prepare(const Plan& plan, const ForwardTensors& t, Workspace workspace, Stream stream) {
+  run_forward(plan, t, workspace, stream, {.advance = false});
+}
+
+size_t cp_advance_workspace_bytes(const Plan& plan) { return forward_workspace_bytes(plan, true); }
+void cp_advance(const Plan& plan, const ForwardTensors& t, Workspace workspace, Stream stream) {
+  run_forward(plan, t, workspace, stream, {.prepare = false});
 }
 
 void recurrent_forward(const Plan& plan, const ForwardTensors& t, Stream stream_handle) {

@@ -57,6 +57,12 @@ void forward(const Plan& plan, const ForwardTensors& t, Workspace workspace, Str
 void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, Stream stream);
 void recurrent_forward(const Plan& plan, const ForwardTensors& t, Stream stream);
 
+#define CULA_GDN_DECLARE_CP(function, Arguments)            \
+  size_t cp_##function##_workspace_bytes(const Plan& plan); \
+  void cp_##function(const Plan& plan, const Arguments& t, Workspace workspace, Stream stream);
+CULA_GDN_CP(CULA_GDN_DECLARE_CP)
+#undef CULA_GDN_DECLARE_CP
+
 void l2norm_fwd(const Plan& plan, const stages::L2NormForward& t, Stream stream);
 void l2norm_bwd(const Plan& plan, const stages::L2NormBackward& t, Stream stream);
 void fused_beta_sigmoid_fwd(const Plan& plan, const stages::BetaSigmoidForward& t, Stream stream);

@@ -79,6 +79,7 @@ struct SequenceTable {
   int64_t segments_per_row = 1;
 
   __host__ __device__ int64_t num_slots() const {
+    if (num_sequences == 0) return 0;  // there is no offset to look behind
     return offsets ? tokens / chunk_size + num_sequences : num_sequences * slots_per_row;
   }
   __host__ __device__ int64_t num_segment_places() const {

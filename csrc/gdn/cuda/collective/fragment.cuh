@@ -226,6 +226,20 @@ __device__ __forceinline__ void from_a(const FragmentA<T>& a, float (&c0)[4], fl
   }
 }
 
+// What to_a rounds off, as a second operand of the same type: the two together have twice the bits.
+template <class T>
+__device__ __forceinline__ FragmentA<T> rest_of(const FragmentA<T>& a, const float (&c0)[4], const float (&c1)[4]) {
+  float x0[4];
+  float x1[4];
+  from_a<T>(a, x0, x1);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    x0[j] = c0[j] - x0[j];
+    x1[j] = c1[j] - x1[j];
+  }
+  return to_a<T>(x0, x1);
+}
+
 template <int kTiles>
 __device__ __forceinline__ void clear(float (&c)[kTiles][4]) {
 #pragma unroll

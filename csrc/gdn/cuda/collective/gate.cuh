@@ -164,4 +164,14 @@ __device__ __forceinline__ void load_gates(GateRows& rows, const GateArgs& args,
   }
 }
 
+// Factors of a chunk's rows for the passes over the chunks: decay, to_end and beta at target, `stride` apart. By one
+// whole warp, behind a barrier.
+__device__ __forceinline__ void store_factors(const GateRows& gates, float* target, int64_t stride, int length) {
+  for (int row = lane_id(); row < length; row += 32) {
+    target[row] = gates.decay[row];
+    target[stride + row] = gates.to_end[row];
+    target[2 * stride + row] = gates.beta[row];
+  }
+}
+
 }  // namespace cula::gdn::cuda

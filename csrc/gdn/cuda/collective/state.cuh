@@ -100,26 +100,48 @@ __device__ __forceinline__ void store_state_blocks(const float (&s)[kKeys / 8][4
   }
 }
 
+// How much of an accumulator goes into a product: what T keeps of it, or twice as many bits (in two products; fp32
+// operands are whole in one).
+enum class Precision { kRounded, kDouble };
+
+template <class T, Precision kPrecision>
+inline constexpr bool kTwoTerms = kPrecision == Precision::kDouble && sizeof(T) == 2;
+
+// Two accumulators as an operand of that precision.
+template <class T, Precision kPrecision>
+struct Terms {
+  FragmentA<T> first;
+  FragmentA<T> rest;
+
+  __device__ __forceinline__ Terms(const float (&c0)[4], const float (&c1)[4]) : first(to_a<T>(c0, c1)) {
+    if constexpr (kTwoTerms<T, kPrecision>) rest = rest_of<T>(first, c0, c1);
+  }
+  __device__ __forceinline__ void multiply(float (&c0)[4], float (&c1)[4], const FragmentB<T>& b) const {
+    mma(c0, c1, first, b);
+    if constexpr (kTwoTerms<T, kPrecision>) mma(c0, c1, rest, b);
+  }
+};
+
 // c += S^T x^T: columns are the rows of the tile x [64][K].
-template <class T, int kTilePitch, int kKeys>
+template <class T, int kTilePitch, int kKeys, Precision kPrecision = Precision::kRounded>
 __device__ __forceinline__ void multiply_state(TokenColumns& c, const float (&s)[kKeys / 8][4], const T* x, int key) {
 #pragma unroll
   for (int k = 0; k < kKeys; k += 16) {
-    const FragmentA<T> a = to_a<T>(s[k / 8], s[k / 8 + 1]);
+    const Terms<T, kPrecision> a(s[k / 8], s[k / 8 + 1]);
 #pragma unroll
-    for (int n = 0; n < 8; n += 2) mma(c[n], c[n + 1], a, load_b<kTilePitch>(x, 8 * n, key + k));
+    for (int n = 0; n < 8; n += 2) a.multiply(c[n], c[n + 1], load_b<kTilePitch>(x, 8 * n, key + k));
   }
 }
 
 // S^T += w x: w holds the tokens' columns, x [64][K] their rows.
-template <class T, int kTilePitch, int kKeys>
+template <class T, int kTilePitch, int kKeys, Precision kPrecision = Precision::kRounded>
 __device__ __forceinline__ void update_state(float (&s)[kKeys / 8][4], const TokenColumns& w, const T* x, int key) {
 #pragma unroll
   for (int k = 0; k < kRows; k += 16) {
-    const FragmentA<T> a = to_a<T>(w[k / 8], w[k / 8 + 1]);
+    const Terms<T, kPrecision> a(w[k / 8], w[k / 8 + 1]);
 #pragma unroll
     for (int n = 0; n < kKeys; n += 16) {
-      mma(s[n / 8], s[n / 8 + 1], a, load_b_transposed<kTilePitch>(x, key + n, k));
+      a.multiply(s[n / 8], s[n / 8 + 1], load_b_transposed<kTilePitch>(x, key + n, k));
     }
   }
 }
@@ -150,15 +172,15 @@ __device__ __forceinline__ void to_fragments(FragmentA<T> (&a)[4], const TokenCo
 
 // c += w m^T for a lower triangular m [64][64]: c_i gathers columns j <= i. With fewer tiles than 8, c holds the
 // columns from `first` on.
-template <class T, int kTiles>
+template <class T, Precision kPrecision = Precision::kRounded, int kTiles = 8>
 __device__ __forceinline__ void multiply_lower(float (&c)[kTiles][4], const TokenColumns& w, const T* m,
                                                int first = 0) {
 #pragma unroll
   for (int k = 0; k < kRows; k += 16) {
-    const FragmentA<T> a = to_a<T>(w[k / 8], w[k / 8 + 1]);
+    const Terms<T, kPrecision> a(w[k / 8], w[k / 8 + 1]);
 #pragma unroll
     for (int n = 0; n < 8 * kTiles; n += 16) {
-      if (first + n >= k) mma(c[n / 8], c[n / 8 + 1], a, load_b<kPitch<kRows>>(m, first + n, k));
+      if (first + n >= k) a.multiply(c[n / 8], c[n / 8 + 1], load_b<kPitch<kRows>>(m, first + n, k));
     }
   }
 }

@@ -5,7 +5,8 @@
 //   D  <- chunk_decay D - K^T (beta decay dW) + scale Q^T (decay dO)
 //
 // Writes D of every chunk, dW, dv, and what is left of D: the gradient of the initial state. The summary of a segment
-// is what it makes of no gradient at its end.
+// is what it makes of no gradient at its end; that of a whole sequence, for context parallelism, what it makes of the
+// one that is given, through as many chunks as the gradient of its first state still shows.
 #pragma once
 
 #include "gdn/cuda/collective/scan.cuh"
@@ -36,7 +37,9 @@ struct AdjointScanArgs {
   int64_t state_elements;
   TensorArg dW;
   TensorArg dv;
-  TensorArg summary;  // of the summary alone: [places, HV, K, V] fp32, of every segment that is not the first
+  TensorArg summary;           // of the summary alone: [places, HV, K, V] fp32, of every segment that is not the first
+  bool of_sequences = false;   // the summary of whole sequences, from grad_final_state
+  const int* reach = nullptr;  // [HV], with of_sequences: chunks from the start that matter; 0: all, and what leaves
 };
 
 template <class T, int kKeyDim, class Team>
@@ -76,7 +79,15 @@ __global__ void __launch_bounds__(Team::kThreads, (kScanResidency<T, kKeyDim, Te
   ScanUnit unit;
   if (!find_unit(args.sequences, args.value_heads, args.value_blocks, blockIdx.x, unit)) return;
   const Segment& segment = unit.segment;
-  if (kSummary && segment.first) return;
+  [[maybe_unused]] bool forgets = false;
+  if constexpr (kSummary) {
+    if (!args.of_sequences) {
+      if (segment.first) return;
+    } else if (args.reach[unit.head] != 0) {
+      forgets = true;
+      unit.segment.num_chunks = args.reach[unit.head];
+    }
+  }
   const int64_t head = unit.head;
   const int block_value = unit.block * kValues;
   const int64_t last_chunk = segment.first_chunk + segment.num_chunks - 1;  // c counts from it
@@ -125,7 +136,11 @@ __global__ void __launch_bounds__(Team::kThreads, (kScanResidency<T, kKeyDim, Te
   };
   float d[kKeys / 8][4];
   if constexpr (kSummary) {
-    clear(d);
+    if (args.of_sequences && !forgets) {
+      load_state<kKeys>(d, args.grad_final_state, part_of(unit, 0));
+    } else {
+      clear(d);
+    }
   } else if (args.seeds) {
     load_state<kKeys>(d, args.seeds, part_of(unit, unit.place));
   } else {

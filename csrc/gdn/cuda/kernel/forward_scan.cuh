@@ -6,7 +6,12 @@
 // (collective/scan.cuh). Four kernels run it: forward writes O; another one the states on the way too, which costs
 // registers; the backward pass wants the states and V'; the summary of a segment wants what it makes of no state,
 // S_ext, and of any, M.
+//
+// Context parallelism wants the same of whole sequences, M with products of twice an operand's bits, since other
+// members of a group rely on it. There the chunks may be fewer: those that the state behind the sequence still shows.
 #pragma once
+
+#include <type_traits>
 
 #include "gdn/cuda/collective/scan.cuh"
 
@@ -46,10 +51,15 @@ struct ForwardScanArgs {
   void* states;
   int64_t state_elements;
   TensorArg residual;
-  // kSummary: [places, HV, K, V + K] fp32, S_ext and M of every segment that another one follows; with `for_adjoint`
-  // also M of those that follow another.
+  // kSummary: S_ext [places, HV, K, V] fp32 and M [places, HV, K, K] fp32 of every segment that another one follows;
+  // with `for_adjoint` also M of those that follow another.
   TensorArg summary;
+  TensorArg map;
   bool for_adjoint = false;
+  // kSummary of whole sequences: each has one, S_ext from initial_state, M to double precision.
+  bool of_sequences = false;
+  bool map_only = false;
+  const int* reach = nullptr;  // [HV], with of_sequences: chunks from the end that matter; 0: all, and what enters
   // For serving.
   StateSlots initial_slots;
   StateSlots final_slots;
@@ -106,7 +116,17 @@ __global__ void __launch_bounds__(Team::kThreads, (kForwardResidency<T, kKeyDim,
   if (!find_unit(args.sequences, args.value_heads, blocks, blockIdx.x, unit)) return;
   const Segment& segment = unit.segment;
   const bool of_map = kSummary && unit.block >= args.value_blocks;
-  if (kSummary && segment.last && (segment.first || !of_map || !args.for_adjoint)) return;
+  [[maybe_unused]] bool forgets = false;
+  if constexpr (kSummary) {
+    if (!args.of_sequences) {
+      if (segment.last && (segment.first || !of_map || !args.for_adjoint)) return;
+    } else if (args.reach[unit.head] != 0) {
+      forgets = true;
+      const int chunks = of_map ? 0 : args.reach[unit.head];  // M is zero
+      unit.segment.first_chunk += segment.num_chunks - chunks;
+      unit.segment.num_chunks = chunks;
+    }
+  }
   const int64_t head = unit.head;
   const int first_block = of_map ? static_cast<int>(args.value_blocks) : 0;
   const int block_value = (unit.block - first_block) * kValues;
@@ -164,23 +184,29 @@ __global__ void __launch_bounds__(Team::kThreads, (kForwardResidency<T, kKeyDim,
   const int tile_value = 16 * row_block;
   const auto part_of = [&](const ScanUnit& u, int64_t sequence) {
     const int warp = warp_id();
-    const int first = kSummary && u.block >= args.value_blocks ? static_cast<int>(args.value_blocks) : 0;
+    const bool in_map = kSummary && u.block >= args.value_blocks;
+    const int first = in_map ? static_cast<int>(args.value_blocks) : 0;
     return StatePart{sequence,
                      u.head,
                      warp % kSplit * kKeys,
                      (u.block - first) * Team::kValues + 16 * (warp / kSplit),
                      args.key_dim,
-                     first != 0 ? args.key_dim : args.value_dim};
+                     in_map ? args.key_dim : args.value_dim};
   };
   float s[kKeys / 8][4];
   if constexpr (kSummary) {
     const StatePart part = part_of(unit, 0);
+    if (of_map || forgets || !args.of_sequences) {
+      const bool identity = of_map && !forgets;
 #pragma unroll
-    for (int i = 0; i < kKeys / 8; ++i) {
+      for (int i = 0; i < kKeys / 8; ++i) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        s[i][j] = of_map && part.key + fragment_column(i, j) == part.value + fragment_row(j) ? 1.0f : 0.0f;
+        for (int j = 0; j < 4; ++j) {
+          s[i][j] = identity && part.key + fragment_column(i, j) == part.value + fragment_row(j) ? 1.0f : 0.0f;
+        }
       }
+    } else {
+      load_state<kKeys>(s, args.initial_state, part);
     }
   } else if (args.seeds) {
     load_state<kKeys>(s, args.seeds, part_of(unit, unit.place));
@@ -200,7 +226,8 @@ __global__ void __launch_bounds__(Team::kThreads, (kForwardResidency<T, kKeyDim,
   const int key = key_part * kKeys;
   [[maybe_unused]] float* pair_partial = partial + row_block * Shared::kPartialFloats;
   ScanConsumer<Team> consumer(segment.num_chunks, args.pipeline);
-  for (; consumer.left() > 0; consumer.release_chunk()) {
+  const auto advance_chunk = [&](auto precision) {
+    constexpr Precision kPrecision = decltype(precision)::value;
     const SharedChunk& chunk = chunks[consumer.stage()];
     if constexpr (kResult == ScanResult::kStates) {
       store_state_blocks<T, kKeyDim, kKeys>(s, static_cast<T*>(args.states) + state_at, {0, 0, key, value, 0, 0});
@@ -210,12 +237,12 @@ __global__ void __launch_bounds__(Team::kThreads, (kForwardResidency<T, kKeyDim,
 
     TokenColumns w;
     clear(w);
-    multiply_state<T, kP, kKeys>(w, s, chunk.k.data, key);
+    multiply_state<T, kP, kKeys, kPrecision>(w, s, chunk.k.data, key);
     if constexpr (kSplit > 1) exchange_partials<Team>(pair_partial, w, key_part, row_block);
     take_residual<T, kValuePitch>(w, chunk.v.data, opaque(tile_value), chunk.factors[0], chunk.factors[2]);
     TokenColumns v;
     clear(v);
-    multiply_lower<T>(v, w, chunk.A.data);
+    multiply_lower<T, kPrecision>(v, w, chunk.A.data);
 
     if constexpr (kResult == ScanResult::kStates) {
       if (key_part == 0) store_columns<T>(v, args.residual, result_at, chunk.rows, value_dim - value);
@@ -249,7 +276,7 @@ __global__ void __launch_bounds__(Team::kThreads, (kForwardResidency<T, kKeyDim,
     // S <- chunk_decay S + K^T (to_end V')
     scale(s, chunk.factors[0][chunk.rows - 1]);
     scale_columns(v, chunk.factors[1]);
-    update_state<T, kP, kKeys>(s, v, chunk.k.data, key);
+    update_state<T, kP, kKeys, kPrecision>(s, v, chunk.k.data, key);
     if constexpr (kCheckpoints) {
       if (chunk.checkpoint >= 0) {
         // As behind the loop.
@@ -259,15 +286,21 @@ __global__ void __launch_bounds__(Team::kThreads, (kForwardResidency<T, kKeyDim,
       }
     }
     result_at += args.sequences.chunk_size * result.stride[1];
+  };
+  constexpr std::integral_constant<Precision, Precision::kRounded> kRounded;
+  if constexpr (kSummary) {
+    constexpr std::integral_constant<Precision, Precision::kDouble> kDouble;
+    if (of_map && args.of_sequences) {
+      for (; consumer.left() > 0; consumer.release_chunk()) advance_chunk(kDouble);
+    }
   }
+  for (; consumer.left() > 0; consumer.release_chunk()) advance_chunk(kRounded);
 
   // Found again rather than kept through the loop.
   ScanUnit again;
   find_unit(args.sequences, args.value_heads, blocks, opaque(static_cast<int64_t>(blockIdx.x)), again);
   if constexpr (kSummary) {
-    TensorArg target = args.summary;
-    target.data = static_cast<float*>(target.data) + (again.block >= args.value_blocks ? args.value_dim : 0);
-    store_state<kKeys>(s, target, part_of(again, again.place));
+    store_state<kKeys>(s, again.block >= args.value_blocks ? args.map : args.summary, part_of(again, again.place));
   } else {
     if (args.final_state && again.segment.last) {
       store_state<kKeys>(s, args.final_state, part_of(again, args.final_slots.of(again.segment.sequence_index)));

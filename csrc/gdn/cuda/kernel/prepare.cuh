@@ -24,9 +24,10 @@ struct PrepareArgs {
   TensorArg P;  // [B, T, HV, C], scale (q k^T) between(i, j) on and below the diagonal
   // [3][HV][B T] fp32: decay, to_end, beta; with gate_rows [6]: also the running sum, high and low, and, as an integer,
   // the number of resets through the row plus one.
-  float* factors;
-  int64_t factor_stride;  // HV B T
+  float* factors = nullptr;
+  int64_t factor_stride = 0;  // HV B T
   bool gate_rows = false;
+  const int* reach = nullptr;  // [HV]: chunks from the start whose results are wanted; 0: all
 };
 
 inline constexpr int kGateWarps = kInverseThreads / 32;  // value heads whose gates are made at once
@@ -95,6 +96,14 @@ __global__ void __launch_bounds__(kInverseThreads,
   const int64_t key_head = blockIdx.x - slot * args.heads;
   Chunk chunk;
   if (!find_chunk(args.sequences, slot, chunk)) return;
+  if (args.reach != nullptr) {
+    const int64_t first = key_head * args.group;
+    bool wanted = false;
+    for (int64_t head = first; head < first + args.group; ++head) {
+      wanted |= args.reach[head] == 0 || chunk.index < args.reach[head];
+    }
+    if (!wanted) return;
+  }
   const int m0 = warp_id() * 16;
   const bool wants_scores = static_cast<bool>(args.P);
   const bool wants_triangle = args.A || args.L;
@@ -119,11 +128,9 @@ __global__ void __launch_bounds__(kInverseThreads,
     sync_warp();
     float* target = args.factors + head * (args.factor_stride / (args.heads * args.group)) +
                     chunk.batch * args.sequences.tokens + chunk.token;
+    store_factors(gates, target, args.factor_stride, chunk.length);
+    if (!args.gate_rows) return;
     for (int row = lane_id(); row < chunk.length; row += 32) {
-      target[row] = gates.decay[row];
-      target[args.factor_stride + row] = gates.to_end[row];
-      target[2 * args.factor_stride + row] = gates.beta[row];
-      if (!args.gate_rows) continue;
       target[3 * args.factor_stride + row] = gates.high[row];
       target[4 * args.factor_stride + row] = gates.low[row];
       reinterpret_cast<int*>(target)[5 * args.factor_stride + row] = gates.segment[row] + 1;

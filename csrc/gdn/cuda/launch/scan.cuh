@@ -36,7 +36,7 @@ void launch_scan(ForwardScanArgs args, const char* name, device::Stream stream) 
   constexpr int kValues = Team::kValues;
   args.pipeline = choose_pipeline(Shared::kQueries ? 2 : kMaxStages, Shared::kQueries,
                                   kForwardResidency<T, kKeyDim, Team, kResult>, Shared::bytes);
-  args.value_blocks = (args.value_dim + kValues - 1) / kValues;
+  args.value_blocks = args.map_only ? 0 : (args.value_dim + kValues - 1) / kValues;
   const int64_t map_blocks = kResult == ScanResult::kSummary ? (args.key_dim + kValues - 1) / kValues : 0;
   device::launch<forward_scan_kernel<T, kKeyDim, Team, kResult>>(
       name,

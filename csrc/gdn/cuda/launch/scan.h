@@ -26,5 +26,6 @@ MergeArgs segment_merge(const ForwardScanArgs& args);
 // The same for the adjoint, with M of the forward summary.
 MergeArgs segment_merge(const AdjointScanArgs& args, const ForwardScanArgs& forward);
 void launch_merge(const MergeArgs& args, bool adjoint, device::Stream stream);
+void launch_chain(const ChainArgs& args, device::Stream stream);
 
 }  // namespace cula::gdn::cuda
