@@ -164,15 +164,30 @@ size_t forward_workspace_bytes(const Plan& plan, bool saves_for_backward) {
   return std::max(own, cuda::forward_workspace_bytes(plan, saves_for_backward));
 }
 
-void forward(const Plan& plan, const ForwardTensors& t, Workspace workspace, Stream stream_handle) {
+namespace {
+
+// Which halves of forward a call runs: what depends on one chunk alone and is saved (normalised q and k, A), and the
+// rest. The second without the first reads what that saved.
+struct Halves {
+  bool prepare = true;
+  bool advance = true;
+};
+
+void run_forward(const Plan& plan, const ForwardTensors& t, Workspace workspace, Stream stream_handle, Halves halves) {
   const Call call(plan, t.cu_seqlens);
   const Problem& problem = call.problem;
   const device::DeviceGuard guard(problem.device.device_id);
   const auto stream = static_cast<device::Stream>(stream_handle);
   const Schedule schedule = choose_schedule(plan);
-  const ForwardWorkspace space(plan, schedule, call.dtype, t.saved != nullptr, workspace.data);
+  const ForwardWorkspace space(plan, schedule, call.dtype, t.saved != nullptr,
+                               halves.advance ? workspace.data : nullptr);
   const Operands operands(problem, call.dtype, t, space);
-  if (!operands.fit()) return cuda::forward(plan, t, workspace, stream_handle);
+  if (!operands.fit()) {
+    const auto general = halves.prepare && halves.advance ? cuda::forward
+                         : halves.prepare                 ? cuda::cp_prepare
+                                                          : cuda::cp_advance;
+    return general(plan, t, workspace, stream_handle);
+  }
 
   PrepareArgs prepare;
   prepare.sequences = call.sequences;
@@ -181,8 +196,8 @@ void forward(const Plan& plan, const ForwardTensors& t, Workspace workspace, Str
   prepare.head_blocks = 0;
   prepare.scale = static_cast<float>(plan.scale());
   prepare.gates = cuda::operator_gates(call, t.g, t.beta, t.A_log, t.dt_bias);
-  prepare.A_rows = tensor_arg(operands.A);
-  prepare.factors = space.factors;
+  if (halves.prepare) prepare.A_rows = tensor_arg(operands.A);
+  prepare.factors = halves.advance ? space.factors : nullptr;
 
   ForwardArgs args;
   if (call.token_rows > 0) {
@@ -213,8 +228,9 @@ void forward(const Plan& plan, const ForwardTensors& t, Workspace workspace, Str
   const KernelShape shape = {static_cast<int>(problem.key_dim), schedule.value_tiles};
   const auto run = [&](auto element) {
     using T = decltype(element);
-    if (problem.use_qk_l2norm) normalize<T>(call, t, operands, shape, stream);
+    if (problem.use_qk_l2norm && halves.prepare) normalize<T>(call, t, operands, shape, stream);
     launch_prepare<T>(prepare, shape, stream);
+    if (!halves.advance) return;
     if (schedule.segment_chunks != 0) {
       launch_summary<T>(args, shape, stream);
       launch_merge(args, shape, stream);
@@ -226,7 +242,24 @@ void forward(const Plan& plan, const ForwardTensors& t, Workspace workspace, Str
   } else {
     run(device::fp16{});
   }
-  cuda::launch_zero_padding(call.sequences, args.o, problem.value_heads, problem.value_dim, stream);
+  if (halves.advance) {
+    cuda::launch_zero_padding(call.sequences, args.o, problem.value_heads, problem.value_dim, stream);
+  }
+}
+
+}  // namespace
+
+void forward(const Plan& plan, const ForwardTensors& t, Workspace workspace, Stream stream) {
+  run_forward(plan, t, workspace, stream, {});
+}
+
+void cp_prepare(const Plan& plan, const ForwardTensors& t, Workspace workspace, Stream stream) {
+  run_forward(plan, t, workspace, stream, {.advance = false});
+}
+
+size_t cp_advance_workspace_bytes(const Plan& plan) { return forward_workspace_bytes(plan, true); }
+void cp_advance(const Plan& plan, const ForwardTensors& t, Workspace workspace, Stream stream) {
+  run_forward(plan, t, workspace, stream, {.prepare = false});
 }
 
 }  // namespace sm90
@@ -237,6 +270,9 @@ const BackendTable& sm90_backend() {
     sm90::put_stages(table);
     table.forward_workspace_bytes = sm90::forward_workspace_bytes;
     table.forward = sm90::forward;
+    table.cp_prepare = sm90::cp_prepare;  // like the general backend's, it needs no workspace
+    table.cp_advance_workspace_bytes = sm90::cp_advance_workspace_bytes;
+    table.cp_advance = sm90::cp_advance;
     table.backward_workspace_bytes = [](const Plan& plan) {
       return sm90::has_own_backward(plan) ? sm90::backward_workspace_bytes(plan) : cuda::backward_workspace_bytes(plan);
     };

@@ -11,6 +11,11 @@ bool runs_on(int device_id);
 size_t forward_workspace_bytes(const Plan& plan, bool saves_for_backward);
 void forward(const Plan& plan, const ForwardTensors& t, Workspace workspace, Stream stream);
 
+// The halves of forward for context parallelism.
+void cp_prepare(const Plan& plan, const ForwardTensors& t, Workspace workspace, Stream stream);
+size_t cp_advance_workspace_bytes(const Plan& plan);
+void cp_advance(const Plan& plan, const ForwardTensors& t, Workspace workspace, Stream stream);
+
 // The backward kernels in their latest form have run on the emulator alone, so they are for who names this backend;
 // where the library chose it, backward is the general backend's.
 inline bool has_own_backward(const Plan& plan) { return plan.problem().backend == Backend::kSm90; }

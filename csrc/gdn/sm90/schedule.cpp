@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "common/host/tensor.h"
+#include "gdn/segments.h"
 
 namespace cula::gdn::sm90 {
 
@@ -36,7 +37,7 @@ std::string Schedule::describe() const {
   return text;
 }
 
-Schedule choose_schedule(const std::vector<int64_t>& lengths, int64_t value_heads, int64_t value_dim) {
+Schedule choose_schedule(const std::vector<int64_t>& lengths, int64_t value_heads, int64_t value_dim, bool may_split) {
   constexpr Costs kCosts;
   constexpr int64_t kShortestSegment = 8;
   constexpr double kGain = 0.93;  // segments must be worth their noise
@@ -77,7 +78,7 @@ Schedule choose_schedule(const std::vector<int64_t>& lengths, int64_t value_head
     if (better) best = {value_tiles, segment, blocks, time};
   };
   for (int value_tiles = 1; 64 * value_tiles <= value_dim; value_tiles *= 2) consider(value_tiles, 0);
-  for (int64_t count = 2; count <= 64; ++count) {
+  for (int64_t count = 2; may_split && count <= 64; ++count) {
     const int64_t segment = (longest + count - 1) / count;
     if (segment < kShortestSegment) break;
     for (int value_tiles = 1; 64 * value_tiles <= value_dim; value_tiles *= 2) consider(value_tiles, segment);
@@ -89,7 +90,7 @@ Schedule choose_schedule(const Plan& plan) {
   std::vector<int64_t> lengths;
   lengths.reserve(plan.sequences().size());
   for (const SequenceRange& sequence : plan.sequences()) lengths.push_back(sequence.length);
-  return choose_schedule(lengths, plan.problem().value_heads, plan.problem().value_dim);
+  return choose_schedule(lengths, plan.problem().value_heads, plan.problem().value_dim, !sequences_stay_whole());
 }
 
 }  // namespace cula::gdn::sm90

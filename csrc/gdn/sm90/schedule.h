@@ -37,7 +37,8 @@ struct Costs {
 };
 
 // lengths: tokens of each sequence.
-Schedule choose_schedule(const std::vector<int64_t>& lengths, int64_t value_heads, int64_t value_dim);
+Schedule choose_schedule(const std::vector<int64_t>& lengths, int64_t value_heads, int64_t value_dim,
+                         bool may_split = true);
 Schedule choose_schedule(const Plan& plan);
 
 }  // namespace cula::gdn::sm90

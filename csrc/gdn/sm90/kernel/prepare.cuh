@@ -27,8 +27,8 @@ struct PrepareArgs {
   int64_t head_blocks;  // ceil(value_heads / kPrepareHeads)
   float scale;
   GateArgs gates;
-  TensorArg A_rows;       // [B, T, HV, C]
-  ChunkFactors* factors;  // [slot, HV]
+  TensorArg A_rows;       // [B, T, HV, C]; absent: A is not wanted
+  ChunkFactors* factors;  // [slot, HV]; null: not wanted
 };
 
 // kKeyHeads: how many key heads the value heads of a block have at most.
@@ -176,13 +176,16 @@ __global__ void __launch_bounds__(kPrepareThreads, kKeyHeads == 1 ? 4 : (kKeyHea
     if (lane == 0) factors.log2_norm = log2_norm;
     sync_warp();
   }
-  const uint4* source = reinterpret_cast<const uint4*>(&factors);
-  uint4* target = reinterpret_cast<uint4*>(args.factors + slot * args.value_heads + head);
-  constexpr int kPieces = sizeof(ChunkFactors) / 16;
+  if (args.factors != nullptr) {
+    const uint4* source = reinterpret_cast<const uint4*>(&factors);
+    uint4* target = reinterpret_cast<uint4*>(args.factors + slot * args.value_heads + head);
+    constexpr int kPieces = sizeof(ChunkFactors) / 16;
 #pragma unroll
-  for (int i = 0; i < (kPieces + 31) / 32; ++i) {
-    if (32 * i + lane < kPieces) target[32 * i + lane] = source[32 * i + lane];
+    for (int i = 0; i < (kPieces + 31) / 32; ++i) {
+      if (32 * i + lane < kPieces) target[32 * i + lane] = source[32 * i + lane];
+    }
   }
+  if (!args.A_rows) return;
 
   RoundedTriangle<T> A;
   invert_triangle(A, products, {factors, factors.first[kRows - 1] != 0}, shared.scratch[warp].blocks);
