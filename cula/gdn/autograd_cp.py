@@ -5,7 +5,8 @@ elsewhere. Forward (`ForwardPass`) and backward (`BackwardPass`) have the same o
 
     pass_.payload               what this rank sends, made first
     pass_.run_independent()     the sequences that no other rank has a part in: runs under the exchange
-    pass_.finish(gathered)      the others, from the entries of all ranks
+    pass_.receive(gathered)     the states that enter here, from the entries of all ranks, which are not needed any more
+    pass_.finish()              the other sequences
 
 The library sees ranges of whole sequences, each of which is a problem of its own with the same bits as in one call.
 """
@@ -263,15 +264,16 @@ class ForwardPass:
             if not receives:
                 self._advance(first, last, _state_rows(initial_state, first, last))
 
-    def finish(self, gathered: Tensor) -> None:
+    def receive(self, gathered: Tensor) -> None:
         """`gathered`: the payloads of all ranks, [W P, HV, K, V + K]."""
         for part in self.partition.parts:
-            if not part.receives:
-                continue
-            order = [self.partition.entry(slot) for slot in range(part.slot - part.pre, part.slot)]
-            state = _merge(gathered, order, self.options)
-            self._advance(part.first_sequence, part.first_sequence + 1, state)
-            self.merged[part.first_sequence] = state
+            if part.receives:
+                order = [self.partition.entry(slot) for slot in range(part.slot - part.pre, part.slot)]
+                self.merged[part.first_sequence] = _merge(gathered, order, self.options)
+
+    def finish(self) -> None:
+        for n, state in self.merged.items():
+            self._advance(n, n + 1, state)
 
     def transitions(self) -> dict[int, Tensor]:
         """M of the parts that are one sequence: backward would compute its transpose again."""
@@ -320,6 +322,7 @@ class BackwardPass:
                 if part.receives:  # that row is not read
                     gradients[-1][part.first_sequence].zero_()
 
+        self.received: dict[int, Tensor] = {}  # last sequence of a part -> gradient of the state that leaves it
         HV, V = v.shape[2:]
         first_model = models[0]
         assert first_model is not None
@@ -370,13 +373,19 @@ class BackwardPass:
             if part is None:
                 self._differentiate(first, last, _state_rows(self.grad_final_state, first, last))
 
-    def finish(self, gathered: Tensor) -> list[Tensor | None]:
-        """The gradients of the inputs, from the payloads of all ranks, [W P, HV, K, V + K]."""
+    def receive(self, gathered: Tensor) -> None:
+        """`gathered`: the payloads of all ranks, [W P, HV, K, V + K]."""
+        for part in self.partition.parts:
+            if part.hands_on:
+                order = [self.partition.entry(slot) for slot in range(part.slot + part.post, part.slot, -1)]
+                self.received[part.last_sequence] = _merge(gathered, order, self.options)
+
+    def finish(self) -> list[Tensor | None]:
+        """The gradients of the inputs."""
         for part, first, last in self._runs():
             if part is None:
                 continue
-            order = [self.partition.entry(slot) for slot in range(part.slot + part.post, part.slot, -1)]
-            gradient = _merge(gathered, order, self.options)
+            gradient = self.received[part.last_sequence]
             own = _state_rows(self.grad_final_state, first, last)
             self._differentiate(first, last, gradient if own is None else gradient + own)
         for index, sums in zip((5, 6), self.parameter_sums, strict=True):
@@ -389,8 +398,11 @@ class BackwardPass:
 # Exchange and autograd ----------------------------------------------------------------------------------------------
 
 
-def _exchange(pass_: ForwardPass | BackwardPass, group: Any) -> Tensor:
-    """The one collective of a direction; the work that needs nothing from others runs meanwhile."""
+def _exchange(pass_: ForwardPass | BackwardPass, group: Any) -> None:
+    """The one collective of a direction; the work that needs nothing from others runs meanwhile.
+
+    What was gathered, a payload of every rank, goes with the end of this function: the rest of the pass needs memory.
+    """
     payload = pass_.payload
     gathered = payload.new_empty((dist.get_world_size(group) * payload.shape[0], *payload.shape[1:]))
     work: Any = dist.all_gather_into_tensor(gathered, payload, group=group, async_op=True)
@@ -398,7 +410,7 @@ def _exchange(pass_: ForwardPass | BackwardPass, group: Any) -> Tensor:
         pass_.run_independent()
     finally:
         work.wait()  # also behind an exception: the buffers must outlive the exchange
-    return gathered
+    pass_.receive(gathered)
 
 
 class _ContextParallelFunction(torch.autograd.Function):
@@ -414,7 +426,8 @@ class _ContextParallelFunction(torch.autograd.Function):
         *inputs: Any,
     ) -> Any:
         pass_ = ForwardPass(partition, inputs, chunk_indices, output_final_state, options)
-        pass_.finish(_exchange(pass_, group))
+        _exchange(pass_, group)
+        pass_.finish()
         if saves:
             q, k, *others = inputs
             if options[_USE_QK_L2NORM]:
@@ -439,7 +452,8 @@ class _ContextParallelFunction(torch.autograd.Function):
             ctx.partition, tuple(inputs), tuple(saved), merged, transitions, grad_output, grad_final_state, wanted,
             ctx.options,
         )  # fmt: skip
-        gradients = pass_.finish(_exchange(pass_, ctx.group))
+        _exchange(pass_, ctx.group)
+        gradients = pass_.finish()
         return *(None,) * (len(ctx.needs_input_grad) - NUM_DIFFERENTIABLE), *gradients
 
 
@@ -454,6 +468,11 @@ def context_parallel(
     options: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor | None]:
     """The operator on this rank's tokens. `inputs` and `options` in the order of the registered operator."""
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "cp_context: torch.func's transforms (grad, vmap, ..) are not implemented with context parallelism; "
+            "expected torch.autograd"
+        )
     partition = Partition.of(context, dist.get_rank(context.group), dist.get_world_size(context.group))
     q, k, v, g, *others = inputs
     if g is None:

@@ -113,6 +113,15 @@ def _interval(ends: list[int], bounds: list[int], slot: int) -> _Interval:
     )
 
 
+def _check_offsets(name: str, x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+    if x.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name}: expected int32 or int64, got {x.dtype}")
+    if x.dim() != 1:
+        raise ValueError(f"{name}: expected one dimension [N + 1], got shape {list(x.shape)}")
+
+
 def _check_stream(ends: list[int]) -> None:
     if len(ends) < 2 or ends[0] != 0 or any(a > b for a, b in itertools.pairwise(ends)):
         raise ValueError(f"cu_seqlens: expected at least two ascending offsets that start at 0, got {ends}")
@@ -162,6 +171,9 @@ def get_cp_cu_seqlens(
         world_size, rank = dist.get_world_size(group), dist.get_rank(group)
     if rank is None or not 0 <= rank < world_size:
         raise ValueError(f"rank: expected 0 <= rank < world_size = {world_size}, got {rank}")
+    _check_offsets("cu_seqlens", cu_seqlens)
+    if cu_seqlens_cpu is not None:
+        _check_offsets("cu_seqlens_cpu", cu_seqlens_cpu)
     host = host_offsets(cu_seqlens, cu_seqlens_cpu)
     assert host is not None  # cu_seqlens is a tensor
     ends: list[int] = host.tolist()
@@ -238,7 +250,7 @@ def build_cp_context(
     Raises:
         ValueError: total_tokens below or no multiple of the number of ranks (of slots), lengths that do not add up,
             another layout, use_tf32x3_affine_chain=False.
-        TypeError: an unknown keyword.
+        TypeError: an unknown keyword; offsets that are not int32 or int64.
         AssertionError: group is None.
     """
     return get_cp_cu_seqlens(

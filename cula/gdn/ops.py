@@ -132,8 +132,8 @@ def chunk_gated_delta_rule(
             cp_context, which flash-linear-attention refuses, are computed.)
         DeprecationWarning: head_first, which no longer exists, was passed.
         RuntimeError: no backend for this device in this build; lengths on a device during CUDA graph capture;
-            a gradient of a gradient; cp_context on a backend without it; another rank that failed.
-        NotImplementedError: torch.vmap; forward-mode derivatives.
+            a gradient of a gradient; another rank that failed.
+        NotImplementedError: torch.vmap; forward-mode derivatives; torch.func with cp_context.
     """
     if kwargs:
         state_v_first = _arguments.resolve_state_layout("chunk_gated_delta_rule", state_v_first, kwargs)

@@ -98,9 +98,20 @@ def simulate(
         gradients: of o and, with output_final_state, of the final state; absent: forward only.
 
     Returns:
-        o and final_state (rows of sequences without tokens are zero, as no rank has them), and the gradient `d<name>`
-        of every input, put together from all ranks.
+        o and final_state, and the gradient `d<name>` of every input, put together from all ranks. A sequence without
+        tokens is on no rank: its final state is its initial one.
+
+    Raises:
+        TypeError: an input that the operator does not have.
+        ValueError: no cu_seqlens; a gradient of the final state without output_final_state.
     """
+    unknown = [name for name in inputs if name not in (*_INPUTS, "cu_seqlens")]
+    if unknown:
+        raise TypeError(f"{unknown[0]}: expected inputs among {', '.join(_INPUTS)} and cu_seqlens")
+    if "cu_seqlens" not in inputs:
+        raise ValueError("cu_seqlens: expected the offsets of the stream among the inputs, got none")
+    if gradients is not None and gradients[1] is not None and not output_final_state:
+        raise ValueError("gradients: expected output_final_state=True with a gradient of the final state")
     options = (
         scale, chunk_size, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
         state_v_first, backend or "auto",
@@ -128,6 +139,9 @@ def simulate(
         assert states[0] is not None
         N = len(inputs["cu_seqlens"]) - 1
         results["final_state"] = states[0].new_zeros((N, *states[0].shape[1:]))
+        empty = [n for n, length in enumerate(inputs["cu_seqlens"].diff().tolist()) if length == 0]
+        if "initial_state" in inputs:
+            results["final_state"][empty] = inputs["initial_state"][empty].to(results["final_state"])
         for rank, state in zip(ranks, states, strict=True):
             assert state is not None
             for i, n in rank.sequences():
@@ -169,6 +183,8 @@ def simulate(
                     exact[n] += gradient[i]
             else:
                 exact += gradient
+        if name == "initial_state" and output_final_state and dht is not None:
+            exact[empty] += dht[empty]
         results[f"d{name}"] = whole if index < _BY_TOKEN else exact.to(whole)
     return results
 
@@ -177,4 +193,5 @@ def _exchange(passes: Sequence[ForwardPass] | Sequence[BackwardPass]) -> None:
     gathered = torch.cat([pass_.payload for pass_ in passes])
     for pass_ in passes:
         pass_.run_independent()
-        pass_.finish(gathered)
+        pass_.receive(gathered)
+        pass_.finish()

@@ -372,18 +372,23 @@ def without_group(group: Any) -> dict[str, Tensor]:
     return {"o": o, "expected": chunk_gated_delta_rule(**share, cu_seqlens=context.cu_seqlens)[0]}
 
 
-def leave(group: Any, *, rank: int, how: str) -> float:
-    """One rank does not take part in the exchange, by dying or by doing something else; the others' time to notice."""
+def leave(group: Any, *, rank: int, how: str, when: str) -> float:
+    """One rank does not take part in an exchange, by dying or by doing something else; the others' time to notice."""
     inputs, *_ = whole_problem([96], {}, {}, state=False, K=16, V=16)
     context = make_context(group, inputs["cu_seqlens"], "contiguous", None)
     share, _ = own_share(group, inputs, context, "contiguous", None)
+    leaves = {name: x.requires_grad_(when == "backward") for name, x in share.items()}
+    o = chunk_gated_delta_rule(**leaves, cp_context=context)[0] if when == "backward" else None
     if dist.get_rank(group) == rank:
         if how == "dies":
             os._exit(1)
         return 0.0
     start = time.monotonic()
     try:
-        chunk_gated_delta_rule(**share, cp_context=context)
+        if o is None:
+            chunk_gated_delta_rule(**leaves, cp_context=context)
+        else:
+            o.sum().backward()
     except RuntimeError:
         return time.monotonic() - start
     raise AssertionError("the exchange ended without a rank")

@@ -109,6 +109,13 @@ def test_cp_sim_shows_partition_comparison_and_model(tmp_path, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_cp_sim_counts_the_merges_of_a_layout():
+    times = {"token": 0.0, "added": 0.0, "merge": 1.0, "payload": 0, "latency": 0.0}
+    assert cp_sim.Model(**times, parts=1).exchange(4, 1.0) == 2 * 3
+    # Before the front of rank r lie r slots, and before its back 7 - r.
+    assert cp_sim.Model(**times, parts=2).exchange(4, 1.0) == 2 * 7
+
+
 def test_cp_sim_of_other_partitions(capsys):
     assert main([*CP_SIM, "--ranks", "2", "--layout", "zigzag", "--dtype", "float32"]) == 0
     assert "0 512 876 1024" in capsys.readouterr().out

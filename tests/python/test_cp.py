@@ -23,6 +23,7 @@ from support import (
 )
 
 from cula.gdn import chunk_gated_delta_rule
+from cula.gdn.cp import get_cp_cu_seqlens
 from cula.gdn.simulation import simulate, simulated_ranks
 
 BY_TOKEN = ("o", "dq", "dk", "dv", "dg", "dbeta")
@@ -195,12 +196,13 @@ def test_exchange_runs_under_the_work_that_does_not_need_it(workers):
     assert ends["events"] == ["start", "cp_advance", "wait", "cp_advance", "start", "backward", "backward", "wait"]
 
 
+@pytest.mark.parametrize("when", ["forward", "backward"])
 @pytest.mark.parametrize("how", ["dies", "does not come"])
-def test_lost_rank_fails_the_others_within_the_timeout(how):
-    timeout = 3.0
+def test_lost_rank_fails_the_others_within_the_timeout(how, when):
+    timeout = 3.0 if when == "forward" else 12.0  # in which a busy machine's forward must come to its end
     group = Workers(3, timeout=timeout)
     try:
-        group.start(range(3), "leave", rank=1, how=how)
+        group.start(range(3), "leave", rank=1, how=how, when=when)
         for rank in (0, 2):
             # Far below torch's own timeout of half an hour, and far above the delays of a busy machine.
             assert group.result(rank) < timeout + 30
@@ -415,6 +417,42 @@ def test_simulated_ranks(world_size, layout):
     assert_accurate(together, exact)
     for name, x in together.items():
         assert relative_error(x, exact[name]) <= 1.5 * relative_error(alone[name], exact[name]) + 1e-6, name
+
+
+def test_simulated_sequences_without_tokens_keep_their_states():
+    """They are on no rank, but one run has their states, and the gradients of these."""
+    inputs, gradients = problem([0, 70, 0, 58], states=True, **SMALL)
+    together = simulate(inputs, simulated_ranks(inputs["cu_seqlens"], 2), gradients=gradients, output_final_state=True)
+    alone = run(inputs, gradients=gradients, output_final_state=True)
+    for name in ("final_state", "dinitial_state"):
+        assert_identical({name: together[name][[0, 2]]}, {name: alone[name][[0, 2]]})
+        assert relative_error(together[name], alone[name]) < TOLERANCES[torch.float32], name
+
+
+@pytest.mark.parametrize(
+    ("change", "final_state", "kind", "message"),
+    [
+        ({"scale": torch.ones(())}, True, TypeError, "^scale: expected inputs among q, k, "),
+        ({"cu_seqlens": None}, True, ValueError, "^cu_seqlens: expected the offsets"),
+        ({}, False, ValueError, "^gradients: expected output_final_state=True"),
+    ],
+)
+def test_simulation_refuses_what_it_would_not_compute(change, final_state, kind, message):
+    inputs, gradients = problem([64], states=True, **SMALL)
+    ranks = simulated_ranks(inputs["cu_seqlens"], 2)
+    given = {name: x for name, x in {**inputs, **change}.items() if x is not None}
+    with pytest.raises(kind, match=message):
+        simulate(given, ranks, gradients=gradients, output_final_state=final_state)
+
+
+def test_transforms_of_torch_func_are_refused_by_name():
+    inputs, _ = problem([64], **SMALL)
+    context = get_cp_cu_seqlens(inputs.pop("cu_seqlens"), world_size=2, rank=0)
+    context.group = object()  # is not asked
+    with pytest.raises(NotImplementedError, match=r"^cp_context: torch\.func's transforms"):
+        torch.func.grad(lambda q: chunk_gated_delta_rule(**{**inputs, "q": q}, cp_context=context)[0].sum())(
+            inputs["q"]
+        )
 
 
 def test_simulated_ranks_are_what_processes_compute(workers):

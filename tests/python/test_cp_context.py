@@ -164,6 +164,18 @@ def test_case_49_token_total_not_divisible_by_the_ranks(total, world_size):
         ({"rank": 4}, ValueError, "rank: .*world_size = 4, got 4"),
         ({"cu_seqlens": torch.tensor([0, 9, 4, 16])}, ValueError, "cu_seqlens: .*ascending"),
         ({"cu_seqlens": torch.tensor([1, 16])}, ValueError, "cu_seqlens: .*start at 0"),
+        (
+            {"cu_seqlens": torch.tensor([0.0, 16.0])},
+            TypeError,
+            "cu_seqlens: expected int32 or int64, got torch.float32",
+        ),
+        ({"cu_seqlens_cpu": torch.tensor([0.0, 16.0])}, TypeError, "cu_seqlens_cpu: expected int32 or int64"),
+        ({"cu_seqlens": [0, 16]}, TypeError, "cu_seqlens: expected a tensor, got list"),
+        (
+            {"cu_seqlens": torch.tensor([[0, 16]])},
+            ValueError,
+            r"cu_seqlens: expected one dimension .*got shape \[1, 2\]",
+        ),
         ({"cu_seqlens": torch.tensor([0])}, ValueError, "cu_seqlens: expected at least two"),
         ({"cu_seqlens_cpu": torch.tensor([0, 15])}, ValueError, "cu_seqlens_cpu"),
         ({"rank_lengths": [4, 4, 8]}, ValueError, r"rank_lengths: .*world_size = 4 .*got \[4, 4, 8\]"),

@@ -153,20 +153,24 @@ def passes(name: str, errors: dict[str, float], dtype: str) -> bool:
 
 @dataclass(frozen=True)
 class Model:
-    """Seconds of forward and backward together on the slowest rank, the last one of one long sequence."""
+    """Seconds of forward and backward together on the slowest rank, which is behind all others of one long sequence.
+
+    In zigzag that is any rank: the entries before its front and those before its back are 2 W - 1 together.
+    """
 
     token: float  # of a token without context parallelism
     added: float  # of a token, by the summaries of both directions
     merge: float  # of one entry in a merge
     payload: int  # bytes a rank sends in a direction
     latency: float  # of one step of the ring
+    parts: int  # that a rank holds: 2 in zigzag
 
     def compute(self, tokens: int, ranks: int) -> float:
         return tokens / ranks * (self.token + self.added)
 
     def exchange(self, ranks: int, link: float) -> float:
-        """Both directions, none of it hidden: a ring of ranks - 1 steps, and as many merges."""
-        return 2 * (ranks - 1) * (self.latency + self.payload / link + self.merge)
+        """Both directions, none of it hidden: a ring of ranks - 1 steps, and a merge for each entry of other slots."""
+        return 2 * ((ranks - 1) * (self.latency + self.payload / link) + (self.parts * ranks - 1) * self.merge)
 
     def seconds(self, tokens: int, ranks: int, link: float) -> float:
         if ranks == 1:
@@ -195,13 +199,15 @@ def measure(shape: Shape, dtype: torch.dtype, options: argparse.Namespace) -> Mo
     def rank() -> None:
         forward = ForwardPass(middle.partition, operands, None, False, call_options)
         forward.run_independent()
-        forward.finish(forward.payload.repeat(3, 1, 1, 1))
+        forward.receive(forward.payload.repeat(3, 1, 1, 1))
+        forward.finish()
         backward = BackwardPass(
             middle.partition, operands, forward.saved, forward.merged, forward.transitions(), do, None,
             (True,) * 5 + (False,) * 3, call_options,
         )  # fmt: skip
         backward.run_independent()
-        backward.finish(backward.payload.repeat(3, 1, 1, 1))
+        backward.receive(backward.payload.repeat(3, 1, 1, 1))
+        backward.finish()
 
     HV, K, V = shape.value_heads, shape.key_dim, shape.value_dim
     entries = 0.01 * torch.ones(9, HV, K, V + K)
@@ -222,6 +228,7 @@ def measure(shape: Shape, dtype: torch.dtype, options: argparse.Namespace) -> Mo
         merge=speed * best_seconds(merge) / 9,
         payload=payload_bytes(shape, dtype, options.layout),
         latency=options.latency_us * 1e-6,
+        parts=2 if options.layout == "zigzag" else 1,
     )
 
 
