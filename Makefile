@@ -86,6 +86,8 @@ test-gpu: $(gpu_library)
 	  $(GPU_PYTHON) tests/gpu/run_stages.py --library $(gpu_library); }
 	! $(GPU_PYTHON) -c 'import tvm_ffi, pytest' || $(gpu_package) $(GPU_PYTHON) -m pytest $(gpu_tests) \
 	  --backends cuda$$($(is_hopper) && echo ,sm90)
+	! $(GPU_PYTHON) -c 'import tvm_ffi' || $(gpu_package) $(GPU_PYTHON) tests/gpu/run_cp.py --library $(gpu_library) \
+	  --no-timing
 
 # Those that run by backend.
 gpu_tests = $(addprefix tests/python/test_,cases.py stages.py operator.py autograd.py recurrent.py fla_tables.py \

@@ -1,9 +1,11 @@
 // A C entry to the whole public interface for run_cuda.py, which knows tensors as DLPack structures and nothing else.
 #include <cstring>
 #include <string>
+#include <vector>
 
 #include "gdn/backend.h"
 #include "gdn/gdn.h"
+#include "gdn/segments.h"
 #include "gdn/sm90/backward_schedule.h"
 #include "gdn/stages.h"
 
@@ -28,7 +30,9 @@ struct CulaProblem {
 void* cula_plan(const CulaProblem* p, int device_id, char* error, size_t error_bytes);
 void cula_free_plan(void* plan);
 void cula_describe(void* plan, char* text, size_t bytes);
-int64_t cula_workspace(void* plan, int kind);               // 0 forward, 1 forward that saves, 2 backward
+void cula_keep_sequences_whole(int whole);  // for all plans: no segments
+// 0 forward, 1 forward that saves, 2 backward; cp: 3 prepare, 4 advance, 5 summarize, 6 summarize_adjoint, 7 merge
+int64_t cula_workspace(void* plan, int kind);
 int64_t cula_backward_workspace(void* plan, DLTensor** t);  // of the tensors of cula_call
 // Sizes of the sm90 backward's windows and segments that need few tokens; 0: as built.
 void cula_backward_sizes(int64_t window_bytes, int64_t shortest_segment);
@@ -58,8 +62,36 @@ BackwardTensors backward_tensors(DLTensor** t, const SavedTensors& saved) {
           t[9], t[16], t[17], t[18], t[19], t[20], t[21], t[22], t[23],  t[15]};
 }
 
+// Elements of a one-dimensional int64 tensor on the host.
+std::vector<int64_t> indices(const DLTensor* t) {
+  const auto* data = static_cast<const int64_t*>(t->data);
+  return {data, data + t->shape[0]};
+}
+
+void call_context_parallel(const std::string& name, const Plan& plan, DLTensor** t, Workspace workspace,
+                           Stream stream) {
+  if (name == "cp_prepare" || name == "cp_advance") {
+    const SavedTensors saved = saved_tensors(t);
+    const ForwardTensors f = {t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], t[9], &saved, t[15]};
+    return name == "cp_prepare" ? cp::prepare(plan, f, workspace, stream) : cp::advance(plan, f, workspace, stream);
+  }
+  if (name == "cp_summarize") {
+    const SavedTensors saved = {.k_normalized = t[7], .A = t[8]};
+    return cp::summarize(plan, {t[0], t[1], t[2], t[3], t[4], t[5], &saved, t[6], indices(t[9]), t[10], t[11]},
+                         workspace, stream);
+  }
+  if (name == "cp_summarize_adjoint") {
+    const SavedTensors saved = {.q_normalized = t[6], .k_normalized = t[7], .A = t[8]};
+    return cp::summarize_adjoint(
+        plan, {t[0], t[1], t[2], t[3], t[4], t[5], &saved, t[9], t[10], t[11], indices(t[12]), t[13], t[14]}, workspace,
+        stream);
+  }
+  return cp::merge(plan, {t[0], indices(t[1]), t[2]}, workspace, stream);
+}
+
 void call(const std::string& name, const Plan& plan, DLTensor** t, const double* s, Workspace workspace,
           Stream stream) {
+  if (name.starts_with("cp_")) return call_context_parallel(name, plan, t, workspace, stream);
   if (name == "forward" || name == "recurrent_forward") {
     const SavedTensors saved = saved_tensors(t);
     ForwardTensors f = {t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], t[9], nullptr, t[15]};
@@ -152,13 +184,33 @@ void* cula_plan(const CulaProblem* p, int device_id, char* error, size_t error_b
 
 void cula_free_plan(void* plan) { delete static_cast<Plan*>(plan); }
 
+void cula_keep_sequences_whole(int whole) { sequences_stay_whole() = whole != 0; }
+
 void cula_describe(void* plan, char* text, size_t bytes) {
   std::strncpy(text, static_cast<Plan*>(plan)->describe().c_str(), bytes - 1);
 }
 
 int64_t cula_workspace(void* plan, int kind) {
   const Plan& p = *static_cast<Plan*>(plan);
-  return static_cast<int64_t>(kind == 2 ? p.backward_workspace_bytes() : p.forward_workspace_bytes(kind == 1));
+  const auto bytes = [&]() -> size_t {
+    switch (kind) {
+      case 2:
+        return p.backward_workspace_bytes();
+      case 3:
+        return cp::prepare_workspace_bytes(p);
+      case 4:
+        return cp::advance_workspace_bytes(p);
+      case 5:
+        return cp::summarize_workspace_bytes(p);
+      case 6:
+        return cp::summarize_adjoint_workspace_bytes(p);
+      case 7:
+        return cp::merge_workspace_bytes(p);
+      default:
+        return p.forward_workspace_bytes(kind == 1);
+    }
+  };
+  return static_cast<int64_t>(bytes());
 }
 
 int64_t cula_backward_workspace(void* plan, DLTensor** t) {
