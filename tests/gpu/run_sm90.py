@@ -212,6 +212,39 @@ def windows(run: Runner) -> None:
         run.report(f"windows: {name}", {key: (error(actual[key], expected[key]), 1e-2) for key in actual})
 
 
+def gate_gradients(run: Runner) -> None:
+    """Gradients of gates, A_log and dt_bias where the decay is strong (CASES 14 and 23)."""
+    for name, T, gate in (("decay 5 to 20", 128, True), ("-5", 128, False), ("training", 2048, True),
+                          ("training, long", 17000, True)):  # fmt: skip
+        name = f"gate gradients: {name}"
+        if not run.wanted(name):
+            continue
+        shape = Shape(BF16, T=T, H=2, HV=2, K=128, V=128, gate=gate)
+        t = make_inputs(shape, Options(constant_gate=-5.0), device=run.device)
+        if gate:
+            generator = torch.Generator(run.device).manual_seed(1)
+            uniform = torch.rand(2, shape.HV, device=run.device, generator=generator)
+            t["A_log"] = (16 * uniform[0].clamp(min=1 / 16)).log()
+            if T == 128:
+                t["dt_bias"].fill_(1.0)
+            else:  # softplus(dt_bias) is log-uniform over (1e-3, 0.1)
+                step = torch.exp(uniform[1] * 4.6 - 6.9)
+                t["dt_bias"] = step + torch.log(-torch.expm1(-step))
+                t["g"] = 5 * t["g"]
+        exact = {key: x.double().requires_grad_(key not in ("do", "dht")) for key, x in t.items()}
+        o, ht = recurrence(shape, exact)
+        names = [key for key in exact if key not in ("do", "dht")]
+        loss = (o * exact["do"]).sum() + (ht * exact["dht"]).sum()
+        expected = dict(zip(names, torch.autograd.grad(loss, [exact[key] for key in names]), strict=True))
+        saved = run.saved(shape)
+        run.forward(shape, Options(), t, saved=saved)
+        actual = run.backward(shape, Options(), t, saved)
+        errors = {f"d{key}": error(actual[key], expected[key]) for key in names}
+        limit = min(2e-2, 4 * errors["dv"])
+        gates = ("dg", "dA_log", "ddt_bias")
+        run.report(name, {key: (value, limit if key in gates else 1.2e-2) for key, value in errors.items()})
+
+
 # heads, value heads, sequences, tokens of each; the best peer's forward on an H200, ms (FLA 0.6.0, FlashQLA 0.1.3,
 # FlashInfer 0.7.2).
 TIMED = [
@@ -287,6 +320,15 @@ def all_flags(run: Runner, kernels: bool) -> None:
     arguments = [t[x] for x in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "h0")]
     call = run.library.prepared("forward", plan, [*arguments, o, ht] + [None] * 6, kind=0)
     print(f"time {H}/{HV} 1x{T}, all flags: {milliseconds(call, 30):.4f} ms", flush=True)
+    if kernels:
+        print_kernels(call)
+    saved = run.saved(shape)
+    run.library.prepared("forward", plan, [*arguments, o, ht, *saved, None], kind=1)()
+    names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "h0")
+    gradients = [torch.empty_like(t[x]) for x in names]
+    inputs = [None, None, *arguments[2:], t["do"], t["dht"], *saved, None]
+    call = run.library.prepared("backward", plan, [*inputs, *gradients], kind=2)
+    print(f"time {H}/{HV} 1x{T}, all flags, backward: {milliseconds(call, 30):.4f} ms", flush=True)
     if kernels:
         print_kernels(call)
     run.library.lib.cula_free_plan(plan)
@@ -389,6 +431,8 @@ def main() -> int:
         guarded(run, "hidden tokens", hidden_tokens)
         guarded(run, "long sequence", long_sequence)
         guarded(run, "windows", windows)
+        guarded(run, "windows and segments of few tokens", emulated_segments)
+        guarded(run, "gate gradients", gate_gradients)
         print(
             f"{run.count - len(run.failures)} of {run.count} checks passed in {time.time() - start:.0f} s", flush=True
         )

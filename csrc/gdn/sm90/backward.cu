@@ -36,8 +36,7 @@ struct BackwardWorkspace {
   BackwardWorkspace(const Problem& problem, const BackwardSchedule& schedule, void* data) {
     cuda::WorkspaceCutter cutter(data);
     const int64_t slots = count_slots(problem);
-    const int64_t row_tiles =
-        std::min(schedule.window_slots, slots) * problem.value_heads * (problem.value_dim / 64);
+    const int64_t row_tiles = std::min(schedule.window_slots, slots) * problem.value_heads * (problem.value_dim / 64);
     const int64_t state_tiles = row_tiles * (problem.key_dim / 64);
     factors = cutter.take<ChunkFactors>(slots * problem.value_heads);
     S = cutter.take<SwizzledTile>(state_tiles);
@@ -165,7 +164,8 @@ void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, S
   factors.factors = space.factors;
   factors.group = call.group;
   factors.key_dim = key_dim;
-  if (schedule.segment_chunks != 0) factors.k = tensor_arg(operands.k);
+  factors.wants_norm = schedule.segment_chunks != 0;
+  if (factors.wants_norm && !problem.use_qk_l2norm) factors.k = tensor_arg(operands.k);
 
   ScanArgs scan;
   scan.maps = maps;

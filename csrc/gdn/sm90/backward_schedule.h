@@ -47,7 +47,7 @@ struct BackwardCosts {
   int64_t shortest_segment = 8;  // chunks
   // Inputs that need less run in one window; windows of others hold 9/16 of their slots at most, and never more than the
   // second figure.
-  int64_t small_bytes = int64_t{104} << 20;
+  int64_t small_bytes = int64_t{400} << 20;
   int64_t window_bytes = int64_t{864} << 20;
 };
 

@@ -146,7 +146,8 @@ struct GradientConsumer {
     return sum;
   }
 
-  // What the pairs of rows add: `p` is dO V'^T or dW V'^T, `products` Q K^T or K K^T.
+  // What the pairs of rows add: `p` is dO V'^T or dW V'^T, `products` Q K^T or K K^T. `total` lacks the factor
+  // coefficient().
   __device__ __forceinline__ void add_pairs(float (&total)[32], const float (&p)[32], const float (&products)[32],
                                             uint32_t factors, uint32_t sums) const {
     const int thread = thread_index_anew();
@@ -157,7 +158,6 @@ struct GradientConsumer {
     const uint32_t gammas = factors + static_cast<uint32_t>(offsetof(ChunkFactors, gamma));
     const uint32_t betas = factors + static_cast<uint32_t>(offsetof(ChunkFactors, beta));
     const uint32_t firsts = factors + static_cast<uint32_t>(offsetof(ChunkFactors, first));
-    const float coefficient = group == 0 ? args.scale : -1.0f;
     float gamma[2];
     float weight[2];
     int first[2];
@@ -170,7 +170,6 @@ struct GradientConsumer {
     const uint32_t sums_at = sums + static_cast<uint32_t>(offsetof(HeadSums, columns)) +
                              4 * ((4 * group + warp) * kRows + 8 * (lane / 16) + column + lane / 8 % 2);
     float strength[2] = {};
-    float pairs[2] = {};
     const bool upper = (lane & 16) != 0;
     const bool odd = (lane & 8) != 0;
 #pragma unroll
@@ -187,15 +186,12 @@ struct GradientConsumer {
             const int r = e / 2;
             const int here = row + 8 * r;
             const int col = at + e % 2;
-            const float decay = exp2_approx(gamma[r] - (e % 2 == 0 ? other.x : other.y));
-            const float x = coefficient * p[4 * n + e] * decay;
+            const float x = p[4 * n + e] * exp2_approx(gamma[r] - (e % 2 == 0 ? other.x : other.y));
             const float kept = col >= first[r] && col <= here - group ? x : 0.0f;
             total[4 * n + e] += weight[r] * kept;
             const float of_product = col < here ? kept * products[4 * n + e] : 0.0f;
             strength[r] += of_product;
-            const float pair = weight[r] * of_product;
-            pairs[r] += pair;
-            columns[half][e % 2] += pair;
+            columns[half][e % 2] += weight[r] * of_product;
           }
         }
       }
@@ -208,15 +204,17 @@ struct GradientConsumer {
       float sum = (odd ? kept[1] : kept[0]) + shuffle_xor(odd ? kept[0] : kept[1], 8);
       sum += shuffle_xor(sum, 4);
       if ((lane & 4) == 0) {
-        store_shared(sums_at + 64 * block, sum);
+        store_shared(sums_at + 64 * block, coefficient() * sum);
       }
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      put_row_sum(sums, RowSum::kPairs, row + 8 * r, pairs[r]);
-      put_row_sum(sums, RowSum::kStrength, row + 8 * r, strength[r]);
+      const float sum = coefficient() * strength[r];
+      put_row_sum(sums, RowSum::kPairs, row + 8 * r, weight[r] * sum);
+      put_row_sum(sums, RowSum::kStrength, row + 8 * r, sum);
     }
   }
+  __device__ __forceinline__ float coefficient() const { return group == 0 ? args.scale : -1.0f; }
   __device__ __forceinline__ void put_row_sum(uint32_t sums, RowSum kind, int row, float share) const {
     const float sum = group_sum<4>(share);
     if ((lane_id() & 3) != 0) return;
@@ -292,8 +290,10 @@ struct GradientConsumer {
 
   // Rounds to a tile whose rows are tokens: a result, which overflows as a conversion does, or an operand.
   template <bool kResult>
-  __device__ __forceinline__ static void put_tile(uint32_t tile, const float (&d)[32]) {
-    const auto pack = [](float low, float high) { return kResult ? pack2<T>(low, high) : pack_operand<T>(low, high); };
+  __device__ __forceinline__ static void put_tile(uint32_t tile, const float (&d)[32], float factor = 1.0f) {
+    const auto pack = [&](float low, float high) {
+      return kResult ? pack2<T>(low, high) : pack_operand<T>(factor * low, factor * high);
+    };
     const int thread = thread_index_anew();
     const int lane = thread & 31;
     const uint32_t row = tile + (16 * (thread / 32 & 3) + (lane & 7) + ((lane >> 3) & 1) * 8) * 128;
@@ -322,12 +322,12 @@ struct GradientConsumer {
       mbarrier_arrive(shared.keys_empty_barrier(buffer));
     };
 #pragma unroll 1
-    for (int number = 0;; ++number) {
-      const int buffer = number % kKeyBuffers;
-      mbarrier_wait(shared.keys_full_barrier(buffer), number / kKeyBuffers & 1);
+    for (int turn = 0;; turn = turn == 2 * kKeyBuffers - 1 ? 0 : turn + 1) {  // goes round: a count makes ptxas spill
+      const int buffer = turn % kKeyBuffers;
+      mbarrier_wait(shared.keys_full_barrier(buffer), turn / kKeyBuffers);
       const int length = item_length(buffer);
       if (length == 0) {
-        if (number > 0) release_keys(buffer ^ 1);
+        if (heads > 0) release_keys(buffer ^ 1);
         break;
       }
       const uint32_t keys = shared.keys(buffer);
@@ -342,7 +342,7 @@ struct GradientConsumer {
       float dq[32] = {};
       float dk[32] = {};
       wgmma_wait<0>();
-      if (number > 0) release_keys(buffer ^ 1);
+      if (heads > 0) release_keys(buffer ^ 1);
 
 #pragma unroll 1
       for (int j = 0; j < args.group; ++j) {
@@ -368,16 +368,14 @@ struct GradientConsumer {
 
         for (int i = 0; i < kValueTiles; ++i) wait_full(S.ahead(i));
         multiply_state(x, shared.slot(place.slot), S);  // dO S^T
-        wgmma_wait<0>();
-        release(place);
         float factor[2];
         float sign[2] = {1.0f, 1.0f};
         row_factors(factor, offsetof(ChunkFactors, out_decay));
+        wgmma_wait<0>();
+        release(place);
         add_rows(dq, x, factor, sign, q_tile, sums, RowSum::kOutput);
 
         multiply_state(x, shared.slot(dW.slot), S);  // dW S^T
-        wgmma_wait<0>();
-        release(dW, true);
         row_factors(factor, offsetof(ChunkFactors, gamma));
         row_factors(sign, offsetof(ChunkFactors, beta));
         const int first_restart = load_int(factors + static_cast<uint32_t>(offsetof(ChunkFactors, first_restart)));
@@ -386,15 +384,17 @@ struct GradientConsumer {
           factor[r] = first_row() + 8 * r < first_restart ? exp2_approx(factor[r]) : 0.0f;
           sign[r] = -sign[r];
         }
+        wgmma_wait<0>();
+        release(dW, true);
         add_rows(dk, x, factor, sign, k_tile, sums, RowSum::kResidual);
 
         for (int i = 0; i < kValueTiles; ++i) wait_full(D.ahead(i));
+        multiply_state(x, shared.slot(residual.slot), D);  // V' D^T
         const float states = warp_sum(multiply_states(S, D));
         if (lane_id() == 0) {
           const uint32_t at = sums + static_cast<uint32_t>(offsetof(HeadSums, states)) + 4 * (thread_index_anew() / 32);
           store_shared(at, states);
         }
-        multiply_state(x, shared.slot(residual.slot), D);  // V' D^T
         wgmma_wait<0>();
         release(residual);
         for (int i = 0; i < kValueTiles; ++i) {
@@ -410,7 +410,7 @@ struct GradientConsumer {
         ++heads;
       }
 
-      put_tile<false>(shared.pair(group), total);
+      put_tile<false>(shared.pair(group), total, coefficient());
       fence_async_shared();
       sync_consumers();
       const uint32_t G = wgmma_operand(shared.pair(0));

@@ -12,7 +12,10 @@ struct FactorArgs {
   int64_t value_heads;
   float scale;
   GateArgs gates;
-  TensorArg k;    // in the problem's type; none: no bound of the transition's norm is wanted
+  // For a bound of the transition's norm, if it is wanted: k in the problem's type, or none if its rows have been
+  // normalised.
+  bool wants_norm = false;
+  TensorArg k;
   int64_t group;  // value heads a key head
   int key_dim;
   ChunkFactors* factors;  // [slot, HV]
@@ -20,30 +23,45 @@ struct FactorArgs {
 
 inline constexpr int kFactorWarps = 4;
 
-// |k|^2 of rows 2 lane and 2 lane + 1. By one whole warp, four rows at a time.
+// |k|^2 of rows 2 lane and 2 lane + 1. By one whole warp, four rows at a time; many loads are under way at once.
 template <class T>
 __device__ __forceinline__ void load_squares(float (&squares)[2], const FactorArgs& args, const Chunk& chunk,
                                              int64_t key_head) {
+  constexpr int kRowsAtOnce = 4;
+  constexpr int kSteps = 8;
   const int lane = lane_id();
-#pragma unroll 4
-  for (int first = 0; first < kRows; first += 4) {
-    const int row = first + lane / 8;
-    float sum = 0.0f;
-    if (row < chunk.length) {
+  const int column = 8 * (lane & 7);
+#pragma unroll 1
+  for (int first = 0; first < kRows; first += kRowsAtOnce * kSteps) {
+    uint4 x[kSteps][2];
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      const int row = first + kRowsAtOnce * i + lane / 8;
       const T* k = static_cast<const T*>(args.k.data) + args.k.offset(chunk.batch, chunk.token + row, key_head);
-      for (int column = 8 * (lane & 7); column < args.key_dim; column += 64) {
-        const uint4 x = *reinterpret_cast<const uint4*>(k + column);
-        for (const uint32_t pair : {x.x, x.y, x.z, x.w}) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        x[i][half] = {};
+        if (row < chunk.length && column + 64 * half < args.key_dim) {
+          x[i][half] = *reinterpret_cast<const uint4*>(k + column + 64 * half);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        for (const uint32_t pair : {x[i][half].x, x[i][half].y, x[i][half].z, x[i][half].w}) {
           const float2 y = unpack2<T>(pair);
           sum += y.x * y.x + y.y * y.y;
         }
       }
-    }
-    sum = group_sum<8>(sum);
+      sum = group_sum<8>(sum);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float square = shuffle(sum, 8 * ((2 * lane + r) & 3));
-      if ((2 * lane + r) / 4 == first / 4) squares[r] = square;
+      for (int r = 0; r < 2; ++r) {
+        const float square = shuffle(sum, 8 * ((2 * lane + r) & 3));
+        if ((2 * lane + r) / 4 == first / 4 + i) squares[r] = square;
+      }
     }
   }
 }
@@ -61,12 +79,15 @@ static __global__ void __launch_bounds__(32 * kFactorWarps, 4) factors_kernel(co
   const int64_t head = item - slot * args.value_heads;
   make_factors(mine, load_gates(args.gates, chunk, head), args.gates, chunk, head, args.scale);
   sync_warp();
-  if (args.k) {
-    float squares[2] = {};
-    if (args.k.dtype == DType::kBFloat16) {
-      load_squares<bf16>(squares, args, chunk, head / args.group);
-    } else {
-      load_squares<fp16>(squares, args, chunk, head / args.group);
+  if (args.wants_norm) {
+    // Rounded to 16 bits, a normalised row's square stays below this.
+    float squares[2] = {1.01f, 1.01f};
+    if (args.k) {
+      if (args.k.dtype == DType::kBFloat16) {
+        load_squares<bf16>(squares, args, chunk, head / args.group);
+      } else {
+        load_squares<fp16>(squares, args, chunk, head / args.group);
+      }
     }
     const float log2_norm = transition_log2_norm(mine, squares);
     if (lane_id() == 0) mine.log2_norm = log2_norm;
