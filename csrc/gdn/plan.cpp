@@ -161,8 +161,7 @@ std::string Plan::describe() const {
   }
   if (backend_ == Backend::kSm90) {
     text += concat("\n  forward: ", sm90::choose_schedule(*this).describe(), "\n  backward: ",
-                   sm90::has_own_backward(*this) ? sm90::choose_backward_schedule(*this).describe()
-                                                 : "backend cuda (sm90 if it is named)",
+                   sm90::choose_backward_schedule(*this).describe(),
                    "\n  stages intra, recompute_w_u, fwd_h, fwd_o, dv_local, dhu, dqkwg and wy backward: backend sm90",
                    "\n  other stages, decoding, and operands whose rows are not aligned to 16 bytes: backend cuda");
   }

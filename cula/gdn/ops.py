@@ -96,8 +96,7 @@ def chunk_gated_delta_rule(
         A_log: HV elements, float; required with use_gate_in_kernel.
         dt_bias: HV elements, float; only with use_gate_in_kernel.
         chunk_size: 16, 32 or 64 tokens; the result is the same up to rounding.
-        backend: "cpu", "cuda" or "sm90"; None or "auto" lets the library choose for the device of the tensors. "sm90"
-            named also takes that backend's own backward pass, "auto" the general one (docs/design/hopper_backward.md).
+        backend: "cpu", "cuda" or "sm90"; None or "auto" lets the library choose for the device of the tensors.
         output: `[B, T, HV, V]` in the dtype of q: o is written there. This and the following arguments are for
             serving; with any of them nothing has a gradient, and cp_context must be None.
         output_state: `[N, HV, K, V]`, float: final_state is written there, rounded once; needs output_final_state.

@@ -273,17 +273,11 @@ const BackendTable& sm90_backend() {
     table.cp_prepare = sm90::cp_prepare;  // like the general backend's, it needs no workspace
     table.cp_advance_workspace_bytes = sm90::cp_advance_workspace_bytes;
     table.cp_advance = sm90::cp_advance;
-    table.backward_workspace_bytes = [](const Plan& plan) {
-      return sm90::has_own_backward(plan) ? sm90::backward_workspace_bytes(plan) : cuda::backward_workspace_bytes(plan);
-    };
+    table.backward_workspace_bytes = [](const Plan& plan) { return sm90::backward_workspace_bytes(plan); };
     table.backward_workspace_bytes_for = [](const Plan& plan, const BackwardTensors& t) {
-      return sm90::has_own_backward(plan) ? sm90::backward_workspace_bytes(plan, t)
-                                          : cuda::backward_workspace_bytes(plan);
+      return sm90::backward_workspace_bytes(plan, t);
     };
-    table.backward = [](const Plan& plan, const BackwardTensors& t, Workspace workspace, Stream stream) {
-      const auto run = sm90::has_own_backward(plan) ? sm90::backward : cuda::backward;
-      run(plan, t, workspace, stream);
-    };
+    table.backward = sm90::backward;
     return table;
   }();
   return kTable;

@@ -16,9 +16,6 @@ void cp_prepare(const Plan& plan, const ForwardTensors& t, Workspace workspace, 
 size_t cp_advance_workspace_bytes(const Plan& plan);
 void cp_advance(const Plan& plan, const ForwardTensors& t, Workspace workspace, Stream stream);
 
-// The backward kernels in their latest form have run on the emulator alone, so they are for who names this backend;
-// where the library chose it, backward is the general backend's.
-inline bool has_own_backward(const Plan& plan) { return plan.problem().backend == Backend::kSm90; }
 size_t backward_workspace_bytes(const Plan& plan);
 size_t backward_workspace_bytes(const Plan& plan, const BackwardTensors& t);
 void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, Stream stream);
