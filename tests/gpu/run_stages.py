@@ -19,7 +19,7 @@ import sys
 import torch
 from harness.checks import BF16, FP16, NAMES
 from harness.library import Library, Shape, Tensor
-from harness.reference import INFINITY, Options, make_inputs, to_device
+from harness.reference import INFINITY, Options, error, make_inputs, to_device
 from harness.runner import Runner
 from harness.timing import milliseconds
 
@@ -61,11 +61,11 @@ def on_device(run: Runner) -> None:
     run.stages("bf16 300 documents", Shape(BF16, T=many[-1], H=4, HV=4, offsets=many))
 
 
-def stage_calls(run: Runner, shape: Shape) -> dict[str, list[Tensor | None]]:
+def stage_calls(run: Runner, shape: Shape, options: Options) -> dict[str, list[Tensor | None]]:
     """The arguments of every stage, made by the stages before it."""
     x = shape.dtype
     B, T, H, HV, K, V, C = shape.B, shape.T, shape.H, shape.HV, shape.K, shape.V, shape.C
-    t = to_device(make_inputs(shape, Options(gate_scale=1 / 16)), run.device)
+    t = to_device(make_inputs(shape, options), run.device)
     seqlens = run.cu_seqlens(shape)
     key = [run.empty(B, T, H, K, dtype=x) for _ in range(3)]
     w, dw = (run.empty(B, T, HV, K, dtype=x) for _ in range(2))
@@ -91,6 +91,18 @@ def stage_calls(run: Runner, shape: Shape) -> dict[str, list[Tensor | None]]:
     return calls
 
 
+# Which arguments a stage writes.
+OUTPUTS = {
+    "chunk_local_cumsum": (1,),
+    "chunk_gated_delta_rule_fwd_intra": (4, 5, 6),
+    "recompute_w_u_fwd": (5, 6),
+    "chunk_gated_delta_rule_fwd_h": (5, 6, 7),
+    "chunk_fwd_o": (5,),
+    "chunk_bwd_dv_local": (4,),
+    "chunk_gated_delta_rule_bwd_dhu": (7, 8, 9),
+    "chunk_bwd_dqkwg": (9, 10, 11, 12),
+    "prepare_wy_repr_bwd": (7, 8, 9, 10),
+}
 SCALARS = {"chunk_local_cumsum": (1 / math.log(2), 0.0)}
 READ_NOT = {"chunk_bwd_dqkwg": (3,)}  # w is there for FLA's sake
 
@@ -107,7 +119,7 @@ def timings(run: Runner) -> list[dict[str, object]]:
     for H, HV, B, T, K, V in TIMED:
         shape = Shape(BF16, B=B, T=T, H=H, HV=HV, K=K, V=V)
         run.library.backend = "sm90"
-        calls = stage_calls(run, shape)
+        calls = stage_calls(run, shape, Options(gate_scale=1 / 16))
         for name, tensors in calls.items():
             taken = {}
             for backend in ("sm90", "cuda"):
@@ -132,7 +144,7 @@ def timings(run: Runner) -> list[dict[str, object]]:
 def repeats(run: Runner) -> None:
     """The same bits every time, while other blocks come and go."""
     shape = Shape(BF16, T=4000, H=8, HV=16, K=128, V=128, offsets=[0, 700, 701, 1900, 4000])
-    calls = stage_calls(run, shape)
+    calls = stage_calls(run, shape, Options(gate_scale=1 / 16))
     errors = {}
     for name, tensors in calls.items():
         before = [None if x is None else torch.nan_to_num(x.float()) for x in tensors]
@@ -143,6 +155,65 @@ def repeats(run: Runner) -> None:
         )
         errors[name] = (0.0 if same else INFINITY, 0.0)
     run.report("20 repeats", errors)
+
+
+def gates(run: Runner, T: int) -> None:
+    """Gates that hide all tokens from each other, or none: what is left of their gradients is right."""
+    for name, options in {
+        "strong gates": Options(gate_scale=100.0),
+        "no decay": Options(constant_gate=0.0),
+        "gates of -20": Options(constant_gate=-20.0),
+        "bf16 beta and states": Options(beta_dtype=BF16, state_dtype=BF16),
+    }.items():
+        run.stages(name, Shape(BF16, T=T, H=1, HV=2, K=128, V=128), options=options)
+
+
+def hidden_tokens(run: Runner) -> None:
+    """NaN in what follows a sequence reaches none of its results. Also: operands out of line, dv2 in place of dv."""
+    shape = Shape(BF16, T=200, H=1, HV=2, K=128, V=128, offsets=[0, 30, 130])
+    calls = stage_calls(run, shape, Options())
+    errors = {}
+    for name, tensors in calls.items():
+        hidden: list[Tensor | None] = []
+        for i, x in enumerate(tensors):
+            if x is None or i in OUTPUTS[name] or not x.is_floating_point() or x.shape[0] != 1:
+                hidden.append(None if x is None else x.clone())
+                continue
+            copy = x.clone()
+            copy[:, 30 if x.shape[1] == shape.T else 1 :] = float("nan")
+            hidden.append(copy)
+        run.library.run(name, shape, hidden, SCALARS.get(name, ()))
+        same = True
+        for i in OUTPUTS[name]:
+            actual, expected = hidden[i], tensors[i]
+            assert actual is not None
+            assert expected is not None
+            if expected.shape[0] == 1:
+                rows = 30 if expected.shape[1] == shape.T else 1
+                actual, expected = actual[:, :rows], expected[:, :rows]
+            else:
+                actual, expected = actual[0], expected[0]
+            same = same and torch.equal(actual, expected)
+        errors[name] = (0.0 if same else INFINITY, 0.0)
+    run.report("hidden tokens", errors)
+
+    arguments = calls["chunk_fwd_o"]
+    assert arguments[0] is not None
+    assert arguments[5] is not None
+    unaligned = torch.empty(arguments[0].numel() + 1, dtype=BF16, device=run.device)[1:].view(arguments[0].shape)
+    unaligned.copy_(arguments[0])
+    o = run.empty(*arguments[5].shape, dtype=BF16)
+    run.library.run("chunk_fwd_o", shape, [unaligned, *arguments[1:5], o, arguments[6]])
+    run.report("unaligned q", {"o": (error(o, arguments[5].double()), 1e-2)})
+
+    arguments = list(calls["chunk_gated_delta_rule_bwd_dhu"])
+    expected = arguments[9]
+    assert expected is not None
+    assert arguments[6] is not None
+    arguments[6] = arguments[9] = arguments[6].clone()
+    run.library.run("chunk_gated_delta_rule_bwd_dhu", shape, arguments)
+    assert arguments[9] is not None
+    run.report("dv2 in place of dv", {"dv2": (0.0 if torch.equal(arguments[9], expected) else INFINITY, 0.0)})
 
 
 def main() -> int:
@@ -157,8 +228,12 @@ def main() -> int:
     run = Runner(Library(arguments.library, "cpu" if arguments.emulated else "cuda", "sm90"), arguments.only)
     if arguments.emulated:
         emulated(run)
+        gates(run, 100)
+        hidden_tokens(run)
     elif not arguments.no_checks:
         on_device(run)
+        gates(run, 300)
+        hidden_tokens(run)
         repeats(run)
     print(f"{run.count - len(run.failures)} of {run.count} checks passed", flush=True)
     for failure in run.failures:

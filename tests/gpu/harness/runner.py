@@ -167,10 +167,11 @@ class Runner:
     # -- the stages
 
     def stages(self, name: str, shape: Shape, with_gate: bool = True, backward: bool = True,
-               resets: tuple[int, ...] = ()) -> None:  # fmt: skip
+               resets: tuple[int, ...] = (), options: Options | None = None) -> None:  # fmt: skip
         if not self.wanted(name):
             return
+        options = options or Options(resets=resets)
         try:
-            self.report(name, dict(stage_errors(self, shape, with_gate, backward, resets)))
+            self.report(name, dict(stage_errors(self, shape, with_gate, backward, options)))
         except Exception as exception:
             self.fail(name, exception)

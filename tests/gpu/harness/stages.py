@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 
-def stage_errors(runner: Runner, shape: Shape, with_gate: bool, backward: bool, resets: tuple[int, ...]
+def stage_errors(runner: Runner, shape: Shape, with_gate: bool, backward: bool, options: Options
                  ) -> Iterator[tuple[str, tuple[float, float]]]:  # fmt: skip
     x = shape.dtype
     tolerance = TOLERANCE[x]
     B, T, H, HV, K, V, C = shape.B, shape.T, shape.H, shape.HV, shape.K, shape.V, shape.C
-    t = to_device(make_inputs(shape, Options(resets=resets)), runner.device)
+    t = to_device(make_inputs(shape, options), runner.device)
     seqlens = runner.cu_seqlens(shape)
     like: dict[str, tuple[int, ...]] = {
         "hv": (B, T, HV),

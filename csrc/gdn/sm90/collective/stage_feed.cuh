@@ -103,4 +103,30 @@ __device__ __forceinline__ void store_row_sums(float* rows, float2 sums) {
   rows[accumulator_row() + 8] = sums.y;
 }
 
+// Sums over a matrix of pairs, element(i) being what stands where accumulator i does: over rows, and over the rows of
+// this warp, each times its weight, of every column. columns: of this warp.
+template <class F>
+__device__ __forceinline__ void store_pair_sums(F&& element, float2 weights, float* rows, float* columns) {
+  float row_sums[2] = {0.0f, 0.0f};
+  float column_sums[16];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const float upper = element(4 * i + e);
+      const float lower = element(4 * i + 2 + e);
+      row_sums[0] += upper;
+      row_sums[1] += lower;
+      float sum = weights.x * upper + weights.y * lower;
+#pragma unroll
+      for (int mask = 4; mask < 32; mask *= 2) sum += shuffle_xor(sum, mask);
+      column_sums[2 * i + e] = sum;
+    }
+  }
+  store_row_sums(rows, make_float2(group_sum<4>(row_sums[0]), group_sum<4>(row_sums[1])));
+  if (lane_id() >= 4) return;
+#pragma unroll
+  for (int i = 0; i < 16; ++i) columns[8 * (i / 2) + accumulator_column() + i % 2] = column_sums[i];
+}
+
 }  // namespace cula::gdn::sm90

@@ -1,8 +1,13 @@
 // The stage chunk_bwd_dqkwg:
 //
 //   dS = scale tril(dO V'^T o E)      dQ = scale diag(decay) dO S^T + dS K       dW = -X S^T
-//                                     dK = diag(to_end) V' D^T + dS^T Q          dg: rows of dQ o Q - dK o K, and the
-//                                                                                end of the chunk what D takes from S
+//                                     dK = diag(to_end) V' D^T + dS^T Q
+//
+//   dg = rows(Q o scale diag(decay) dO S^T) - rows(K o diag(to_end) V' D^T) + rows(G) - columns(G), G = dS o Q K^T
+//   below
+//        the diagonal; the last row gains what the others lose to D, and chunk_decay <S, D>
+//
+// That is rows(dQ o Q - dK o K) without the parts that cancel, which at strong decay is all of it but rounding.
 //
 // A warpgroup a 64-wide block of key columns, and one that feeds them: of a step, that is a value head of a chunk, come
 //
@@ -75,9 +80,12 @@ struct OperandGradientShared {
   SwizzledTile dw[kKeyTiles];  // on its way out
   SwizzledTile ring[kPieceSlots * kSlotTiles];
   StepStore store;
-  float rows[2][kKeyTiles][kRows];     // by buffers: <dq, q> - <dk, k>
-  float updates[2][kKeyTiles][kRows];  // the part of <dk, k> that comes from the state
+  // By buffers and warpgroups.
+  float outputs[2][kKeyTiles][kRows];  // what rows of dQ o Q owe to S
+  float updates[2][kKeyTiles][kRows];  // what rows of dK o K owe to D
   float states[2][4 * kKeyTiles];      // <S, D>, by warps
+  float pair_rows[2][kRows];
+  float pair_columns[2][4][kRows];  // by warps
   uint64_t full[kPieceSlots];
   uint64_t empty[kPieceSlots];
   uint64_t keys_full;
@@ -255,30 +263,37 @@ struct OperandGradientConsumer {
                                                       const ChunkFactors& factors) const {
     if (!args.dg) return;
     const int lane = lane_id();
-    float rows[2];
-    float update = 0.0f;
+    float gradients[2];
+    float moved = 0.0f;  // from rows to the last one
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = 2 * lane + r;
-      rows[r] = 0.0f;
+      float update = 0.0f;
+      gradients[r] = shared.pair_rows[buffer][row];
+#pragma unroll
+      for (int w = 0; w < 4; ++w) gradients[r] -= shared.pair_columns[buffer][w][row];
 #pragma unroll
       for (int g = 0; g < kKeyTiles; ++g) {
-        rows[r] += shared.rows[buffer][g][row];
+        gradients[r] += shared.outputs[buffer][g][row];
         update += shared.updates[buffer][g][row];
       }
+      if (row < step.length - 1) {  // the last row would move it to itself
+        gradients[r] -= update;
+        moved += update;
+      }
     }
-    update = warp_sum(update);
+    moved = warp_sum(moved);
     float states = 0.0f;
 #pragma unroll
     for (int w = 0; w < 4 * kKeyTiles; ++w) states += shared.states[buffer][w];
     // A decay of zero ends what the state in front can do, whatever it holds.
-    const float at_end = update + (factors.chunk_decay == 0.0f ? 0.0f : factors.chunk_decay * states);
+    const float at_end = moved + (factors.chunk_decay == 0.0f ? 0.0f : factors.chunk_decay * states);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = 2 * lane + r;
       if (row >= step.length) continue;
       args.dg.store(args.dg.offset(step.batch, step.token + row, step.head),
-                    rows[r] + (row == step.length - 1 ? at_end : 0.0f));
+                    gradients[r] + (row == step.length - 1 ? at_end : 0.0f));
     }
   }
 
@@ -346,17 +361,31 @@ struct OperandGradientConsumer {
       }
 #pragma unroll
       for (int i = 0; i < kValueTiles; ++i) wait_full(states.ahead(i));
-      wgmma_fence();
-      multiply_state(c, output, states);  // dO S^T
-      wgmma_commit();
-      wgmma_wait<0>();
-      release(output);
-      scale_rows(c, row_factors(factors, offsetof(ChunkFactors, out_decay)));
-      wgmma_fence();
-      add_operand_by_columns<T>(c, pairs, wgmma_operand(k));  // dS K
-      wgmma_commit();
-      wgmma_wait<0>();
-      const float2 outputs = row_products<T>(c, q);
+      {
+        float p[32];
+        wgmma_fence();
+        multiply_state(c, output, states);  // dO S^T
+        rows_by_rows<T, kKeyTiles>(p, wgmma_operand(shared_address(shared.q)), wgmma_operand(shared_address(shared.k)));
+        wgmma_commit();
+        wgmma_wait<0>();
+        release(output);
+        scale_rows(c, row_factors(factors, offsetof(ChunkFactors, out_decay)));
+        store_row_sums(shared.outputs[buffer][group], row_products<T>(c, q));
+        wgmma_fence();
+        add_operand_by_columns<T>(c, pairs, wgmma_operand(k));  // dS K
+        wgmma_commit();
+        if (group == 0) {
+          const auto below_diagonal = [&](int i) {
+            const float2 ds = unpack2<T>(pairs[i / 2]);
+            const int row = accumulator_row() + 8 * (i / 2 % 2);
+            const int column = accumulator_column() + 8 * (i / 4) + i % 2;
+            return column < row ? (i % 2 == 0 ? ds.x : ds.y) * p[i] : 0.0f;
+          };
+          store_pair_sums(below_diagonal, make_float2(1.0f, 1.0f), shared.pair_rows[buffer],
+                          shared.pair_columns[buffer][warpgroup_thread() / 32]);
+        }
+        wgmma_wait<0>();
+      }
 #pragma unroll
       for (int i = 0; i < 32; ++i) dq[i] += c[i];
 
@@ -393,8 +422,6 @@ struct OperandGradientConsumer {
       add_operand_by_columns<T>(c, transposed, wgmma_operand(q));  // dS^T Q
       wgmma_commit();
       wgmma_wait<0>();
-      const float2 keys = row_products<T>(c, k);
-      store_row_sums(shared.rows[buffer][group], make_float2(outputs.x - keys.x, outputs.y - keys.y));
 #pragma unroll
       for (int i = 0; i < 32; ++i) dk[i] += c[i];
       sync_consumers();  // all sums are there, and nobody reads q or k any more

@@ -157,32 +157,6 @@ struct WyGradientConsumer {
     }
   }
 
-  // The sums of dP o K K^T over rows, and times beta over this warp's rows of each column.
-  __device__ __forceinline__ void sum_pairs(const float (&dp)[32], const float (&products)[32], float2 beta,
-                                            int buffer) const {
-    float rows[2] = {0.0f, 0.0f};
-    float columns[16];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const float upper = dp[4 * i + e] * products[4 * i + e];
-        const float lower = dp[4 * i + 2 + e] * products[4 * i + 2 + e];
-        rows[0] += upper;
-        rows[1] += lower;
-        float sum = beta.x * upper + beta.y * lower;
-        for (int mask = 4; mask < 32; mask *= 2) sum += shuffle_xor(sum, mask);
-        columns[2 * i + e] = sum;
-      }
-    }
-    store_row_sums(shared.pair_rows[buffer], make_float2(group_sum<4>(rows[0]), group_sum<4>(rows[1])));
-    if (lane_id() >= 4) return;
-    float* target = shared.pair_columns[buffer][warp_id_of_group()];
-#pragma unroll
-    for (int i = 0; i < 16; ++i) target[8 * (i / 2) + accumulator_column() + i % 2] = columns[i];
-  }
-  __device__ __forceinline__ static int warp_id_of_group() { return warpgroup_thread() / 32; }
-
   // By one warp, behind the sums.
   __device__ __forceinline__ void store_row_gradients(const GradientStep& step, int buffer,
                                                       const ChunkFactors& f) const {
@@ -282,7 +256,10 @@ struct WyGradientConsumer {
         wgmma_wait<0>();
         gate_pairs<Later::kRow, true>(c, factors, -1.0f, step.length);
         pack_accumulators<T>(operand, c);
-        if (group == 0) sum_pairs(c, d, beta, buffer);
+        if (group == 0) {
+          store_pair_sums([&](int i) { return c[i] * d[i]; }, beta, shared.pair_rows[buffer],
+                          shared.pair_columns[buffer][warpgroup_thread() / 32]);
+        }
       }
       scale_rows(c, beta);
       sync_warpgroup(group);  // all have multiplied by what lies there
