@@ -33,7 +33,7 @@ struct RecurrentArgs {
 };
 
 template <int kKeyDim>
-__global__ void __launch_bounds__(kRecurrentThreads) recurrent_kernel(const RecurrentArgs args) {
+__global__ void __launch_bounds__(kRecurrentThreads, 3) recurrent_kernel(const RecurrentArgs args) {
   constexpr int kPerLane = kKeyDim / 32;
   const int lane = lane_id();
   const int64_t unit = blockIdx.x / args.value_blocks;

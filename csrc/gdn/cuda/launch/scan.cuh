@@ -64,7 +64,9 @@ void launch_adjoint(AdjointScanArgs args, const char* name, device::Stream strea
 
 template <class T, int kKeyDim, ScanResult kResult>
 void launch_scan_for(const ForwardScanArgs& args, bool narrow, const char* name, device::Stream stream) {
-  if constexpr (kHasWideBlocks<T, kKeyDim>) {
+  // Wide blocks of pairs have no registers for checkpoints. Blocks of pairs give the same bits whichever their width.
+  constexpr bool kFits = kKeyDim <= 64 || kResult != ScanResult::kCheckpoints;
+  if constexpr (kHasWideBlocks<T, kKeyDim> && kFits) {
     if (!narrow) return launch_scan<T, kKeyDim, WideTeam<kKeyDim>, kResult>(args, name, stream);
   }
   launch_scan<T, kKeyDim, NarrowTeam, kResult>(args, name, stream);
