@@ -108,8 +108,9 @@ def chunk_gated_delta_rule(
             values are read by the kernels alone, so that a captured graph follows them: a slot outside the pool counts
             as -1 there, and of sequences that share a slot it is undefined whose state, or parts, it holds. On the CPU
             both are errors.
-        state_checkpoints: `[rows, HV, K, V]`, float32 (float64 for float64 inputs): the states behind every checkpoint_every_n_tokens tokens of each
-            sequence are written there, len // checkpoint_every_n_tokens of them a sequence.
+        state_checkpoints: `[rows, HV, K, V]`, float32 (float64 for float64 inputs): the states behind every
+            checkpoint_every_n_tokens tokens of each sequence are written there, len // checkpoint_every_n_tokens of
+            them a sequence.
         checkpoint_cu_starts: `[N + 1]`, int32 or int64, on the device of q: those of sequence n from row
             checkpoint_cu_starts[n] on, none in or behind row checkpoint_cu_starts[n + 1]. None: one sequence behind the
             other (`prepare_checkpoint_offsets`).

@@ -44,9 +44,10 @@ def _call(
     options: tuple[Any, ...],
 ) -> None:
     q, k, v, g, *others = inputs[:NUM_DIFFERENTIABLE]
+    cu_seqlens, cu_seqlens_cpu = inputs[NUM_DIFFERENTIABLE:]
     state_indices, checkpoint_cu_starts, every = indices
     o, final_state, state_checkpoints = results
-    offsets = native_offsets(*inputs[NUM_DIFFERENTIABLE:], v)
+    offsets = native_offsets(cu_seqlens, cu_seqlens_cpu, v)
     if g is None:
         g = _arguments.zero_gate(v)
     operator(
