@@ -220,6 +220,12 @@ void run_forward(const Plan& plan, const ForwardTensors& t, Workspace workspace,
   args.initial_state = cuda::state_arg(t.initial_state, "initial_state", problem.state_v_first);
   args.final_state = cuda::state_arg(t.final_state, "final_state", problem.state_v_first);
   args.initial_state_bytes = static_cast<int>(dtype_size(args.initial_state.dtype));
+  args.final_state_bytes = static_cast<int>(dtype_size(args.final_state.dtype));
+  args.initial_slots = cuda::state_slots(t.state_indices, t.initial_state);
+  args.final_slots = cuda::state_slots(t.state_indices, t.final_state);
+  args.checkpoints = cuda::checkpoint_args(problem, t);
+  args.moves_initial_state =
+      schedule.segment_chunks != 0 && args.initial_state && args.initial_state.data == args.final_state.data;
   args.o = tensor_arg(operands.o);
   args.states = space.states;
   args.transitions = space.transitions;
@@ -235,7 +241,11 @@ void run_forward(const Plan& plan, const ForwardTensors& t, Workspace workspace,
       launch_summary<T>(args, shape, stream);
       launch_merge(args, shape, stream);
     }
-    launch_forward<T>(args, shape, stream);
+    if (args.checkpoints.states) {
+      launch_checkpointed_forward<T>(args, shape, stream);
+    } else {
+      launch_forward<T>(args, shape, stream);
+    }
   };
   if (call.dtype == DType::kBFloat16) {
     run(device::bf16{});

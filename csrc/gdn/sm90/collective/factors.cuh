@@ -6,6 +6,7 @@
 namespace cula::gdn::sm90 {
 
 using namespace cula::device;
+using cuda::CheckpointArgs;
 using cuda::Chunk;
 using cuda::find_chunk;
 using cuda::find_sequence;
@@ -13,6 +14,7 @@ using cuda::GateArgs;
 using cuda::kRows;
 using cuda::Sequence;
 using cuda::SequenceTable;
+using cuda::StateSlots;
 using cuda::TensorArg;
 
 // Rows past the chunk's length have beta, decays and to_end of 0, so that whatever finite numbers stand there count for

@@ -32,7 +32,8 @@ struct StateSource {
   bool identity;
 };
 struct StateTarget {
-  float* data;  // null: not wanted
+  void* data;  // null: not wanted
+  DType dtype;
   int64_t key_stride;
   int64_t value_stride;
 };
@@ -51,6 +52,8 @@ struct Unit {
   bool has_values;     // false: v counts as zero
   StateSource enters;  // of the head; `value` is the block's first row of it
   StateTarget leaves;
+  int sequence;
+  int first_chunk;  // of the sequence's
 };
 
 template <int kKeyTiles, int kValueTiles, bool kOutput>
@@ -127,7 +130,8 @@ struct ForwardArgs {
   const ChunkFactors* factors;  // [slot, HV]
   TensorArg initial_state;
   int initial_state_bytes;  // of an element
-  TensorArg final_state;    // fp32
+  TensorArg final_state;
+  int final_state_bytes;
   TensorArg o;
   // With segments, fp32, [place, HV]: the state behind each segment but the last of its sequence, [V, K]. Where
   // independent[place, HV] is not 0, the summary writes it; elsewhere the summary writes what the segment adds to it
@@ -135,6 +139,13 @@ struct ForwardArgs {
   float* states;
   float* transitions;
   int32_t* independent;
+  // For serving.
+  StateSlots initial_slots;
+  StateSlots final_slots;
+  // With segments, if the final states overwrite the initial ones: the merge moves the latter to the places of the last
+  // segments of their sequences, which have no use for them, and the forward kernel finds them there.
+  bool moves_initial_state = false;
+  CheckpointArgs checkpoints;
 };
 
 }  // namespace cula::gdn::sm90

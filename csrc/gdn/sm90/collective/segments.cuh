@@ -24,6 +24,13 @@ struct Segmentation {
   }
 };
 
+// Of a sequence's last segment; one without chunks has one segment.
+__device__ __forceinline__ int64_t last_place(const Segmentation& table, int64_t n) {
+  const int64_t chunks = (find_sequence(table.sequences, n).length + kRows - 1) / kRows;
+  const int64_t first = table.sequences.offsets == nullptr ? n * table.per_row() : table.first_place(n);
+  return table.chunks == 0 || chunks == 0 ? first : first + (chunks - 1) / table.chunks;
+}
+
 struct Segment {
   int64_t sequence;
   int64_t first_chunk;  // of the sequence's

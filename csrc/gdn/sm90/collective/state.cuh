@@ -12,7 +12,7 @@
 
 namespace cula::gdn::sm90 {
 
-template <class T, int kKeyDim, int kValueTiles, bool kOutput>
+template <class T, int kKeyDim, int kValueTiles, bool kOutput, bool kCheckpoints>
 struct StateConsumer {
   using Shared = ForwardShared<kKeyDim, kValueTiles, kOutput>;
   static constexpr int kStateRegisters = kKeyDim / 2;
@@ -85,14 +85,37 @@ struct StateConsumer {
         return load_state_as<float>(s);
     }
   }
+  template <class Target>
+  __device__ __forceinline__ void store_state_as(const float (&s)[kStateRegisters], const StateTarget& x) const {
+    Target* p = static_cast<Target*>(x.data) + first_row() * x.value_stride + first_column() * x.key_stride;
+#pragma unroll
+    for (int i = 0; i < kStateRegisters; ++i) {
+      assign(p[(8 * (i / 4) + i % 2) * x.key_stride + 8 * (i / 2 % 2) * x.value_stride], s[i]);
+    }
+  }
   __device__ __forceinline__ void store_state(const float (&s)[kStateRegisters]) const {
     const StateTarget x = unit.leaves;
     if (x.data == nullptr) return;
-    float* p = x.data + first_row() * x.value_stride + first_column() * x.key_stride;
-#pragma unroll
-    for (int i = 0; i < kStateRegisters; ++i) {
-      p[(8 * (i / 4) + i % 2) * x.key_stride + 8 * (i / 2 % 2) * x.value_stride] = s[i];
+    if constexpr (!kOutput) return store_state_as<float>(s, x);
+    switch (x.dtype) {
+      case DType::kBFloat16:
+        return store_state_as<bf16>(s, x);
+      case DType::kFloat16:
+        return store_state_as<fp16>(s, x);
+      case DType::kFloat64:
+        return store_state_as<double>(s, x);
+      default:
+        return store_state_as<float>(s, x);
     }
+  }
+  // The state behind the c-th chunk of the segment.
+  __device__ __forceinline__ void store_checkpoint(const float (&s)[kStateRegisters], int c) const {
+    const CheckpointArgs& x = args.checkpoints;
+    const int64_t tokens = (static_cast<int64_t>(unit.first_chunk) + c + 1) * kRows;
+    const int64_t row = x.row(args.segments.sequences, unit.sequence, tokens);
+    if (row < 0) return;
+    float* data = static_cast<float*>(x.states.data) + row * x.states.stride[0] + unit.head * x.states.stride[1];
+    store_state_as<float>(s, {data, DType::kFloat32, x.states.stride[2], x.states.stride[3]});
   }
 
   // Rows of the last chunk that has fewer than 64, from the tile of shared memory.
@@ -136,6 +159,9 @@ struct StateConsumer {
 #pragma unroll
       for (int i = 0; i < 16; ++i) o_packed[i] = 0;
     }
+    // The chunk behind which the next checkpoint is, and the distance to the one after it.
+    [[maybe_unused]] const int checkpoint_step = kCheckpoints ? static_cast<int>(args.checkpoints.every) / kRows : 1;
+    [[maybe_unused]] int checkpoint = kCheckpoints ? checkpoint_step - 1 - unit.first_chunk % checkpoint_step : 0;
     if (kTurns && tile == 1) pass_turn();
     int stage = 0;
     int phase = 0;
@@ -275,6 +301,12 @@ struct StateConsumer {
         wgmma_wait<0>();  // O: nothing may be in flight across the loop's back edge
 #pragma unroll
         for (int i = 0; i < 16; ++i) o_packed[i] = pack2<T>(o[2 * i], o[2 * i + 1]);
+      }
+      if constexpr (kCheckpoints) {
+        if (c == checkpoint) {
+          checkpoint += checkpoint_step;
+          if (!has_tail || c < n - 1) store_checkpoint(s, c);
+        }
       }
       if (++stage == kStages) {
         stage = 0;

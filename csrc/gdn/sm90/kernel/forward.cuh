@@ -46,15 +46,26 @@ __device__ __forceinline__ Unit make_unit(const ForwardArgs& args, const Segment
   unit.has_values = true;
   unit.enters = {};
   unit.leaves = {};
+  unit.sequence = static_cast<int>(segment.sequence);
+  unit.first_chunk = static_cast<int>(segment.first_chunk);
   return unit;
 }
 
 __device__ __forceinline__ StateSource initial_state(const ForwardArgs& args, int64_t sequence, int head) {
   const TensorArg& x = args.initial_state;
-  if (!x) return {};
-  const int64_t offset = sequence * x.stride[0] + head * x.stride[1];
+  const int64_t slot = x ? args.initial_slots.of(sequence) : -1;
+  if (slot < 0) return {};
+  const int64_t offset = slot * x.stride[0] + head * x.stride[1];
   return {static_cast<const unsigned char*>(x.data) + offset * args.initial_state_bytes, x.dtype, x.stride[2],
           x.stride[3], false};
+}
+
+__device__ __forceinline__ StateTarget final_state(const ForwardArgs& args, int64_t sequence, int head) {
+  const TensorArg& x = args.final_state;
+  const int64_t slot = x ? args.final_slots.of(sequence) : -1;
+  if (slot < 0) return {};
+  const int64_t offset = slot * x.stride[0] + head * x.stride[1];
+  return {static_cast<unsigned char*>(x.data) + offset * args.final_state_bytes, x.dtype, x.stride[2], x.stride[3]};
 }
 
 template <class Shared>
@@ -75,7 +86,7 @@ __device__ __forceinline__ typename Shared::Map init_shared(void* memory, const 
   return shared;
 }
 
-template <class T, int kKeyDim, int kValueTiles>
+template <class T, int kKeyDim, int kValueTiles, bool kCheckpoints>
 __global__ void __launch_bounds__(kForwardThreads<kValueTiles>, 1)
     forward_kernel(const __grid_constant__ ForwardArgs args) {
   using Shared = ForwardShared<kKeyDim, kValueTiles, true>;
@@ -94,17 +105,16 @@ __global__ void __launch_bounds__(kForwardThreads<kValueTiles>, 1)
     return;
   }
   Unit unit = make_unit(args, segment, head, value);
-  if (!segment.is_first) {
-    unit.enters = {args.states + dense_state(unit_index - args.value_heads, args.value_dim, kKeyDim), DType::kFloat32,
+  // Whoever writes them may run just before.
+  if (args.initial_slots.indices != nullptr || args.final_slots.indices != nullptr) wait_for_previous();
+  if (!segment.is_first || args.moves_initial_state) {
+    const int64_t from = segment.is_first ? last_place(args.segments, segment.sequence) : place - 1;
+    unit.enters = {args.states + dense_state(from * args.value_heads + head, args.value_dim, kKeyDim), DType::kFloat32,
                    1, kKeyDim, false};
   } else {
     unit.enters = initial_state(args, segment.sequence, head);
   }
-  if (segment.is_last && args.final_state) {
-    const TensorArg& x = args.final_state;
-    unit.leaves = {static_cast<float*>(x.data) + segment.sequence * x.stride[0] + head * x.stride[1], x.stride[2],
-                   x.stride[3]};
-  }
+  if (segment.is_last) unit.leaves = final_state(args, segment.sequence, head);
 
   const auto shared = init_shared<Shared>(forward_shared, unit, kValueTiles, 1);
   // One consumer has registers for it.
@@ -116,7 +126,7 @@ __global__ void __launch_bounds__(kForwardThreads<kValueTiles>, 1)
     Feeder<T, kKeyDim, kValueTiles>{args, kept_unit, shared, segment.num_chunks, segment.tail_length < kRows}.run();
   } else {
     if constexpr (kValueTiles == 2) acquire_registers<kConsumerRegisters<kKeyDim>>();
-    StateConsumer<T, kKeyDim, kValueTiles, true>{
+    StateConsumer<T, kKeyDim, kValueTiles, true, kCheckpoints>{
         args, kept_unit, shared, segment.num_chunks, segment.tail_length < kRows, group}
         .run();
   }
@@ -165,14 +175,14 @@ __global__ void __launch_bounds__(kForwardThreads<kSummaryTiles>, 1)
   unit.enters.identity = transition;
   float* target = transition ? args.transitions + dense_state(unit_index, kKeyDim, kKeyDim)
                              : args.states + dense_state(unit_index, args.value_dim, kKeyDim);
-  unit.leaves = {target, 1, kKeyDim};
+  unit.leaves = {target, DType::kFloat32, 1, kKeyDim};
 
   const auto shared = init_shared<Shared>(forward_shared, unit, kSummaryTiles, kWarpgroupThreads / 32);
   const int group = warpgroup_id();
   if (group == kSummaryTiles) {
     SummaryFeeder<kKeyDim, kSummaryTiles>{args, unit, shared, num_chunks, false}.run();
   } else {
-    StateConsumer<T, kKeyDim, kSummaryTiles, false>{args, unit, shared, num_chunks, false, group}.run();
+    StateConsumer<T, kKeyDim, kSummaryTiles, false, false>{args, unit, shared, num_chunks, false, group}.run();
   }
 }
 

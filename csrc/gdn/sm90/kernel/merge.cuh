@@ -29,6 +29,19 @@ __global__ void __launch_bounds__(kKeyDim) merge_kernel(const ForwardArgs args) 
       table.sequences.offsets == nullptr ? sequence_index * table.per_row() : table.first_place(sequence_index);
   const int key = static_cast<int>(threadIdx.x);
 
+  const TensorArg& initial = args.initial_state;
+  const int64_t slot = initial ? args.initial_slots.of(sequence_index) : -1;
+  const auto load_initial = [&](int column) {
+    return slot < 0 ? 0.0f
+                    : initial.load(slot * initial.stride[0] + head * initial.stride[1] + key * initial.stride[2] +
+                                   (value + column) * initial.stride[3]);
+  };
+  if (args.moves_initial_state) {
+    const int64_t last = (first + (count == 0 ? 0 : count - 1)) * heads + head;
+    float* target = args.states + last * args.value_dim * kKeyDim + value * kKeyDim + key;
+#pragma unroll
+    for (int i = 0; i < kMergeColumns; ++i) target[i * kKeyDim] = load_initial(i);
+  }
   for (int64_t s = 0; s + 1 < count; ++s) {
     const int64_t index = (first + s) * heads + head;
     if (args.independent[index] != 0) continue;
@@ -37,14 +50,7 @@ __global__ void __launch_bounds__(kKeyDim) merge_kernel(const ForwardArgs args) 
     sync_block();  // the columns of the segment before have been read
 #pragma unroll
     for (int i = 0; i < kMergeColumns; ++i) {
-      float x = 0.0f;
-      if (s > 0) {
-        x = previous[i * kKeyDim];
-      } else if (args.initial_state) {
-        const TensorArg& h = args.initial_state;
-        x = h.load(sequence_index * h.stride[0] + head * h.stride[1] + key * h.stride[2] + (value + i) * h.stride[3]);
-      }
-      entering[key][i] = x;
+      entering[key][i] = s > 0 ? previous[i * kKeyDim] : load_initial(i);
     }
     sync_block();
     float sum[kMergeColumns];

@@ -22,6 +22,10 @@ void launch_prepare(PrepareArgs args, const KernelShape& shape, device::Stream s
 template <class T>
 void launch_forward(const ForwardArgs& args, const KernelShape& shape, device::Stream stream);
 
+// The same with the states on the way (ForwardArgs::checkpoints); a kernel of its own, since it costs registers.
+template <class T>
+void launch_checkpointed_forward(const ForwardArgs& args, const KernelShape& shape, device::Stream stream);
+
 // With segments, before the forward kernel, in this order.
 template <class T>
 void launch_summary(const ForwardArgs& args, const KernelShape& shape, device::Stream stream);
