@@ -10,6 +10,7 @@
 //   empty[s]   the consumer has left the chunk of stage s                   consumer -> feeder
 #pragma once
 
+#include "gdn/sm90/collective/scan_state.cuh"
 #include "gdn/sm90/collective/stage_tiles.cuh"
 
 namespace cula::gdn::sm90 {
@@ -158,6 +159,7 @@ struct StateStageConsumer {
   using Shared = StateStageShared<kKeyDim, kAdjoint>;
   static constexpr int kKeyTiles = Shared::kKeyTiles;
   static constexpr int kStateRegisters = kKeyDim / 2;
+  using State = ScanState<T, kKeyDim, ScanKind::kImages>;  // for what it does in registers
 
   const StateStageArgs& args;
   const StateStageUnit& unit;
@@ -187,44 +189,6 @@ struct StateStageConsumer {
     if (!args.leaves) return;
     with_elements(args.leaves.data, args.leaves.dtype,
                   [&](auto* p) { for_each_element(args.leaves, [&](int i, int64_t at) { assign(p[at], s[i]); }); });
-  }
-  __device__ __forceinline__ static void pack_state(uint32_t (&operand)[kStateRegisters / 2],
-                                                    const float (&s)[kStateRegisters]) {
-#pragma unroll
-    for (int i = 0; i < kStateRegisters / 2; ++i) operand[i] = pack_operand<T>(s[2 * i], s[2 * i + 1]);
-  }
-
-  // d = (state) x (rows of the tiles at `tiles`)^T
-  __device__ __forceinline__ static void state_by_rows(float (&d)[32], const uint32_t* a, uint32_t tiles) {
-#pragma unroll
-    for (int k = 0; k < kKeyDim / 16; ++k) {
-      const uint64_t b = wgmma_descriptor(tiles, (k / 4) * kTileBytes + (k % 4) * 32);
-      if (k == 0) {
-        wgmma_rs_n64_first<T>(d, a, b);
-      } else {
-        wgmma_rs_n64<T>(d, a + 4 * k, b);
-      }
-    }
-  }
-  // s += a (rows of tokens at `tiles`)
-  __device__ __forceinline__ static void update(float (&s)[kStateRegisters], const uint32_t (&a)[16], uint32_t tiles) {
-    constexpr uint32_t kTransposed = ((kTileBytes >> 4) - 1) << 16;  // an operand wider than one tile
-#pragma unroll
-    for (int k = 0; k < kRows / 16; ++k) {
-      if constexpr (kKeyDim == 128) {
-        wgmma_rs_n128_transposed<T>(s, a + 4 * k, wgmma_descriptor(tiles + kTransposed, k * 2048));
-      } else {
-        wgmma_rs_n64_transposed<T>(s, a + 4 * k, wgmma_descriptor(tiles, k * 2048));
-      }
-    }
-  }
-  // This lane's row in transposed 16 x 16 steps through a tile whose rows are tokens or keys: 16 further on at + 2048.
-  __device__ __forceinline__ static uint32_t value_offset() {
-    const int lane = lane_id();
-    return swizzled((lane & 7) + ((lane >> 4) & 1) * 8, warpgroup_thread() / 32 * 2 + ((lane >> 3) & 1));
-  }
-  __device__ __forceinline__ static void load_values(uint32_t (&x)[16], uint32_t tile) {
-    load_operand_transposed(x, tile);
   }
   // Factors of tokens, which are this thread's columns.
   __device__ __forceinline__ static void load_factors(float2 (&f)[8], uint32_t factors, size_t which) {
@@ -311,13 +275,13 @@ struct StateStageConsumer {
   __device__ __forceinline__ void run() const {
     const int n = shuffle(unit.num_chunks, 0);
     const uint32_t operand = wgmma_operand(shared.base);
-    const uint32_t value_at = value_offset();
+    const uint32_t value_at = State::value_offset();
     float s[kStateRegisters];
     uint32_t s_operand[kStateRegisters / 2];
     float y[32];
     uint32_t rows[16] = {};
     load_state(s);
-    pack_state(s_operand, s);
+    State::pack(s_operand, s);
     int stage = 0;
     int phase = 0;
 #pragma unroll 1
@@ -333,17 +297,17 @@ struct StateStageConsumer {
       trim(stage, chunk);
 
       wgmma_fence();
-      state_by_rows(y, s_operand, tiles + (kAdjoint ? 0 : Shared::kW / 16));  // S' W', or D' K'
+      State::template multiply<kKeyDim / 16>(y, s_operand, tiles, kAdjoint ? 0 : Shared::kW);  // S' W', or D' K'
       wgmma_commit();
       put(s_operand, rows, value_at, c, stage == 0 ? kStateStages - 1 : stage - 1);
-      load_values(x, shared.stage(stage) + Shared::kValues);
+      State::load_values(x, shared.stage(stage) + Shared::kValues, value_at);
       load_factors(f, factors, offsetof(ChunkFactors, to_end));
       const float chunk_decay = load_shared(factors + static_cast<uint32_t>(offsetof(ChunkFactors, chunk_decay)));
       [[maybe_unused]] uint32_t output_operand[16];
       if constexpr (kAdjoint) {
         float2 decay[8];
         load_factors(decay, factors, offsetof(ChunkFactors, out_decay));
-        load_values(output_operand, shared.stage(stage) + Shared::kGradOutput);
+        State::load_values(output_operand, shared.stage(stage) + Shared::kGradOutput, value_at);
 #pragma unroll
         for (int j = 0; j < 16; ++j) {
           const float2 o = unpack2<T>(output_operand[j]);
@@ -373,14 +337,14 @@ struct StateStageConsumer {
       }
       wgmma_fence();
       if constexpr (kAdjoint) {
-        update(s, output_operand, tiles + Shared::kQ / 16);  // D' += (out_decay dO)' Q
-        update(s, update_operand, tiles + Shared::kW / 16);  // D' -= X' W
+        State::update(s, output_operand, tiles, Shared::kQ);  // D' += (out_decay dO)' Q
+        State::update(s, update_operand, tiles, Shared::kW);  // D' -= X' W
       } else {
-        update(s, update_operand, tiles);  // S' += (to_end Y') K
+        State::update(s, update_operand, tiles, 0);  // S' += (to_end Y') K
       }
       wgmma_commit();
       wgmma_wait<0>();
-      pack_state(s_operand, s);
+      State::pack(s_operand, s);
       if (++stage == kStateStages) {
         stage = 0;
         phase ^= 1;
