@@ -30,7 +30,8 @@ struct BackwardWorkspace {
   float* transitions = nullptr;    // [places, HV, K, K]
   int32_t* state_known = nullptr;  // [places, HV]
   int32_t* gradient_known = nullptr;
-  float* dyg = nullptr;  // [B, T, HV], with use_gate
+  float* dyg = nullptr;  // [B, T, HV]; these two with use_gate
+  cuda::GateSums gate_sums;
   size_t bytes = 0;
 
   BackwardWorkspace(const Problem& problem, const BackwardSchedule& schedule, void* data) {
@@ -52,7 +53,13 @@ struct BackwardWorkspace {
       state_known = cutter.take<int32_t>(units);
       gradient_known = cutter.take<int32_t>(units);
     }
-    if (problem.use_gate) dyg = cutter.take<float>(problem.batch * problem.tokens * problem.value_heads);
+    if (problem.use_gate) {
+      constexpr int64_t kTokensOfPart = 1024;
+      const int64_t tokens = problem.batch * problem.tokens;
+      dyg = cutter.take<float>(tokens * problem.value_heads);
+      gate_sums.parts = std::max<int64_t>((tokens + kTokensOfPart - 1) / kTokensOfPart, 1);
+      gate_sums.data = cutter.take<double>(gate_sums.parts * problem.value_heads * 2);
+    }
     bytes = cutter.used();
   }
 };
@@ -247,7 +254,7 @@ void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, S
     cuda::launch_zero_padding(call.sequences, dyg, problem.value_heads, 1, stream);
     cuda::launch_gate_backward(factors.gates,
                                {dyg, dg, cuda::head_arg(t.dA_log, "dA_log"), cuda::head_arg(t.ddt_bias, "ddt_bias")},
-                               problem.batch, problem.tokens, problem.value_heads, stream);
+                               problem.batch, problem.tokens, problem.value_heads, stream, space.gate_sums);
   }
   cuda::launch_zero_padding(call.sequences, gradient.dq, problem.heads, problem.key_dim, stream);
   cuda::launch_zero_padding(call.sequences, gradient.dk, problem.heads, problem.key_dim, stream);

@@ -185,11 +185,14 @@ struct GateBackwardArgs {
   int64_t batch;
   int64_t tokens;
   int64_t heads;
+  int64_t parts = 1;       // of the tokens, a block each
+  double* sums = nullptr;  // [parts, heads, 2]: by A_log and by dt_bias, if there are several parts
 };
 
-// One block a head, so that both sums over the tokens have a fixed order.
+// One block a head and part, so that both sums over the tokens have a fixed order. Heads come first.
 static __global__ void __launch_bounds__(kElementThreads) gate_backward_kernel(const GateBackwardArgs args) {
-  const int64_t head = blockIdx.x;
+  const int64_t part = blockIdx.x / args.heads;
+  const int64_t head = blockIdx.x - part * args.heads;
   const GateArgs& gates = args.gates;
   const double a_log = load_double(gates.A_log.data, gates.A_log.dtype, head * gates.A_log.stride[0]);
   const double bias =
@@ -197,7 +200,10 @@ static __global__ void __launch_bounds__(kElementThreads) gate_backward_kernel(c
   const double rate = exp(a_log);
   double sum_a = 0.0;
   double sum_bias = 0.0;
-  for (int64_t i = threadIdx.x; i < args.batch * args.tokens; i += kElementThreads) {
+  const int64_t count = args.batch * args.tokens;
+  const int64_t begin = part * count / args.parts;
+  const int64_t end = (part + 1) * count / args.parts;
+  for (int64_t i = begin + threadIdx.x; i < end; i += kElementThreads) {
     const int64_t b = i / args.tokens;
     const int64_t t = i - b * args.tokens;
     const double dy = load_double(args.dyg.data, args.dyg.dtype, args.dyg.offset(b, t, head));
@@ -222,9 +228,30 @@ static __global__ void __launch_bounds__(kElementThreads) gate_backward_kernel(c
       sums[0] += sums[2 * w];
       sums[1] += sums[2 * w + 1];
     }
+    if (args.parts > 1) {
+      args.sums[2 * blockIdx.x] = sums[0];
+      args.sums[2 * blockIdx.x + 1] = sums[1];
+      return;
+    }
     if (args.dA_log) args.dA_log.store(head * args.dA_log.stride[0], static_cast<float>(sums[0]));
     if (args.ddt_bias) args.ddt_bias.store(head * args.ddt_bias.stride[0], static_cast<float>(sums[1]));
   }
+}
+
+// Adds the parts up; one warp a head.
+static __global__ void __launch_bounds__(32) gate_sums_kernel(const GateBackwardArgs args) {
+  const int64_t head = blockIdx.x;
+  double sum_a = 0.0;
+  double sum_bias = 0.0;
+  for (int64_t part = lane_id(); part < args.parts; part += 32) {
+    sum_a += args.sums[2 * (part * args.heads + head)];
+    sum_bias += args.sums[2 * (part * args.heads + head) + 1];
+  }
+  sum_a = warp_sum(sum_a);
+  sum_bias = warp_sum(sum_bias);
+  if (lane_id() != 0) return;
+  if (args.dA_log) args.dA_log.store(head * args.dA_log.stride[0], static_cast<float>(sum_a));
+  if (args.ddt_bias) args.ddt_bias.store(head * args.ddt_bias.stride[0], static_cast<float>(sum_bias));
 }
 
 struct ZeroArgs {

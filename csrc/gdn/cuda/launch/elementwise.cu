@@ -64,14 +64,16 @@ void launch_cumsum(const GateArgs& gates, const TensorArg& out, const SequenceTa
 }
 
 void launch_gate_backward(const GateArgs& gates, const GateGradients& t, int64_t batch, int64_t tokens, int64_t heads,
-                          device::Stream stream) {
-  device::launch<gate_backward_kernel>(
-      "gdn_gate_bwd",
-      {.blocks = heads,
-       .threads = kElementThreads,
-       .shared_bytes = 2 * sizeof(double) * (kElementThreads / 32),
-       .stream = stream},
-      GateBackwardArgs{gates, t.dyg, t.dg, t.dA_log, t.ddt_bias, batch, tokens, heads});
+                          device::Stream stream, const GateSums& sums) {
+  const GateBackwardArgs args = {gates, t.dyg, t.dg, t.dA_log, t.ddt_bias, batch, tokens, heads, sums.parts, sums.data};
+  device::launch<gate_backward_kernel>("gdn_gate_bwd",
+                                       {.blocks = heads * sums.parts,
+                                        .threads = kElementThreads,
+                                        .shared_bytes = 2 * sizeof(double) * (kElementThreads / 32),
+                                        .stream = stream},
+                                       args);
+  if (sums.parts > 1)
+    device::launch<gate_sums_kernel>("gdn_gate_bwd", {.blocks = heads, .threads = 32, .stream = stream}, args);
 }
 
 void launch_zero_padding(const SequenceTable& sequences, const TensorArg& x, int64_t heads, int64_t columns,
