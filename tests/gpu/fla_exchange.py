@@ -263,13 +263,17 @@ def main() -> int:
     parser.add_argument("--backend", default="cuda", help="of our stages: cuda, sm90 or auto")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
     parser.add_argument("--only", default="", help="stages whose name contains this")
+    parser.add_argument(
+        "--kinds", nargs="+", choices=tuple(FLAGS), default=list(FLAGS), help="runs, with and without flags"
+    )
     parser.add_argument("--dense", action="store_true", help="a batch of equal lengths too (FLA compiles again)")
     arguments = parser.parse_args()
     one_configuration()
     report = Report()
     shapes = {"packed": [0, 17, 64, 130, 0, 89]} | ({"dense": None} if arguments.dense else {})
     for shape, lengths in shapes.items():
-        for kind, flags in FLAGS.items():
+        for kind in arguments.kinds:
+            flags = FLAGS[kind]
             inputs = make_inputs(getattr(torch, arguments.dtype), flags, lengths, "cuda")
             title = f"{arguments.dtype} {shape} {kind}"
             exchange(report, title, inputs, flags, arguments.only, arguments.backend)

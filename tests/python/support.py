@@ -10,15 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cula.gdn import _native, chunk_gated_delta_rule, library_info, reference_gated_delta_rule, stages
+from cula.gdn import _native, chunk_gated_delta_rule, library_info, plan, reference_gated_delta_rule, stages
 
 
 def _backends() -> list[str]:
-    names = library_info().backends
-    if not torch.cuda.is_available() or "cuda" not in names:
+    if not torch.cuda.is_available() or "cuda" not in library_info().backends:
         return ["cpu"]
-    hopper = torch.cuda.get_device_capability() == (9, 0)
-    return ["cpu", "cuda", "sm90"] if hopper and "sm90" in names else ["cpu", "cuda"]
+    chosen = plan(1, 64, 1, 1, 128, 128, dtype=torch.bfloat16, device="cuda").backend
+    return ["cpu", "cuda"] if chosen == "cuda" else ["cpu", "cuda", chosen]
 
 
 # What this build has and this machine can run.

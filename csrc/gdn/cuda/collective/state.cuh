@@ -23,8 +23,9 @@ struct StatePart {
   int value_dim;
 };
 
-// Visits the elements of a warp's part that exist: visit(offset in the state, element).
-template <int kKeys, class Visit>
+// Visits the elements of a warp's part that exist: visit(offset in the state, element). kAtOnce: elements of a row
+// between two branches, which bound how many loads are under way.
+template <int kKeys, int kAtOnce, class Visit>
 __device__ __forceinline__ void visit_state(float (&s)[kKeys / 8][4], int64_t key_stride, int64_t value_stride,
                                             const StatePart& part, const Visit& visit) {
 #pragma unroll
@@ -35,17 +36,21 @@ __device__ __forceinline__ void visit_state(float (&s)[kKeys / 8][4], int64_t ke
     const int64_t step = opaque(key_stride);
     int64_t at = value * value_stride + (part.key + fragment_column(0, 0)) * step;
 #pragma unroll
-    for (int i = 0; i < kKeys / 8; ++i) {
-      if (8 * i < keys) visit(at, s[i][2 * half]);
-      if (8 * i + 1 < keys) visit(at + step, s[i][2 * half + 1]);
-      at += 8 * step;
+    for (int first = 0; first < kKeys / 8; first += kAtOnce) {
+      if (kAtOnce < kKeys / 8 && 8 * first >= opaque(keys)) continue;
+#pragma unroll
+      for (int i = first; i < first + kAtOnce; ++i) {
+        if (8 * i < keys) visit(at, s[i][2 * half]);
+        if (8 * i + 1 < keys) visit(at + step, s[i][2 * half + 1]);
+        at += 8 * step;
+      }
     }
   }
 }
 
 // From and to [sequence, head, key, value] of any float type. Without a tensor, or with a part of sequence -1, the
 // state is zero and goes nowhere.
-template <int kKeys>
+template <int kKeys, int kAtOnce = kKeys / 8>
 __device__ __forceinline__ void load_state(float (&s)[kKeys / 8][4], const TensorArg& x, const StatePart& part) {
 #pragma unroll
   for (int i = 0; i < kKeys / 8; ++i) {
@@ -55,8 +60,8 @@ __device__ __forceinline__ void load_state(float (&s)[kKeys / 8][4], const Tenso
   if (!x || part.sequence < 0) return;
   with_elements(x.data, x.dtype, [&](auto* data) {
     data += part.sequence * x.stride[0] + part.head * x.stride[1];
-    visit_state<kKeys>(s, x.stride[2], x.stride[3], part,
-                       [&](int64_t at, float& element) { element = to_float(data[at]); });
+    visit_state<kKeys, kAtOnce>(s, x.stride[2], x.stride[3], part,
+                                [&](int64_t at, float& element) { element = to_float(data[at]); });
   });
 }
 
@@ -64,7 +69,8 @@ template <class Element, int kKeys>
 __device__ __forceinline__ void store_state_as(float (&s)[kKeys / 8][4], const TensorArg& x, const StatePart& part) {
   if (part.sequence < 0) return;
   Element* data = static_cast<Element*>(x.data) + part.sequence * x.stride[0] + part.head * x.stride[1];
-  visit_state<kKeys>(s, x.stride[2], x.stride[3], part, [&](int64_t at, float element) { assign(data[at], element); });
+  visit_state<kKeys, kKeys / 8>(s, x.stride[2], x.stride[3], part,
+                                [&](int64_t at, float element) { assign(data[at], element); });
 }
 
 template <int kKeys>
@@ -78,8 +84,8 @@ template <class T, int kKeys>
 __device__ __forceinline__ void store_chunk_state(float (&s)[kKeys / 8][4], const TensorArg& x, int64_t offset,
                                                   const StatePart& part) {
   T* target = static_cast<T*>(x.data) + offset;
-  visit_state<kKeys>(s, x.stride[3], x.stride[4], part,
-                     [&](int64_t at, float element) { target[at] = from_float<T>(element); });
+  visit_state<kKeys, kKeys / 8>(s, x.stride[3], x.stride[4], part,
+                                [&](int64_t at, float element) { target[at] = from_float<T>(element); });
 }
 
 // The state as an operand of other kernels: rounded to T, in blocks of 8 values x 8 keys, so that a warp's stores are
@@ -122,14 +128,15 @@ struct Terms {
   }
 };
 
-// c += S^T x^T: columns are the rows of the tile x [64][K].
-template <class T, int kTilePitch, int kKeys, Precision kPrecision = Precision::kRounded>
-__device__ __forceinline__ void multiply_state(TokenColumns& c, const float (&s)[kKeys / 8][4], const T* x, int key) {
+// c += S^T x^T: columns are the rows of the tile x [64][K], from `first` on.
+template <class T, int kTilePitch, int kKeys, Precision kPrecision = Precision::kRounded, int kTiles = 8>
+__device__ __forceinline__ void multiply_state(float (&c)[kTiles][4], const float (&s)[kKeys / 8][4], const T* x,
+                                               int key, int first = 0) {
 #pragma unroll
   for (int k = 0; k < kKeys; k += 16) {
     const Terms<T, kPrecision> a(s[k / 8], s[k / 8 + 1]);
 #pragma unroll
-    for (int n = 0; n < 8; n += 2) a.multiply(c[n], c[n + 1], load_b<kTilePitch>(x, 8 * n, key + k));
+    for (int n = 0; n < kTiles; n += 2) a.multiply(c[n], c[n + 1], load_b<kTilePitch>(x, first + 8 * n, key + k));
   }
 }
 

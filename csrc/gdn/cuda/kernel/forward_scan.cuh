@@ -194,6 +194,7 @@ __global__ void __launch_bounds__(Team::kThreads, (kForwardResidency<T, kKeyDim,
                      in_map ? args.key_dim : args.value_dim};
   };
   float s[kKeys / 8][4];
+  constexpr int kAtOnce = kKeys / 8 < 8 ? kKeys / 8 : 8;  // all of a state of doubles: more than there are registers
   if constexpr (kSummary) {
     const StatePart part = part_of(unit, 0);
     if (of_map || forgets || !args.of_sequences) {
@@ -209,9 +210,9 @@ __global__ void __launch_bounds__(Team::kThreads, (kForwardResidency<T, kKeyDim,
       load_state<kKeys>(s, args.initial_state, part);
     }
   } else if (args.seeds) {
-    load_state<kKeys>(s, args.seeds, part_of(unit, unit.place));
+    load_state<kKeys, kAtOnce>(s, args.seeds, part_of(unit, unit.place));
   } else {
-    load_state<kKeys>(s, args.initial_state, part_of(unit, args.initial_slots.of(segment.sequence_index)));
+    load_state<kKeys, kAtOnce>(s, args.initial_state, part_of(unit, args.initial_slots.of(segment.sequence_index)));
   }
 
   // Where the results of the chunk in hand lie: as little as the loop needs, since registers are scarce.
@@ -248,28 +249,38 @@ __global__ void __launch_bounds__(Team::kThreads, (kForwardResidency<T, kKeyDim,
       if (key_part == 0) store_columns<T>(v, args.residual, result_at, chunk.rows, value_dim - value);
     }
     if constexpr (kOutput) {
-      TokenColumns all;
-      clear(all);
+      // Half of the tokens at a time, the columns from `first` on.
+      const auto finish = [&](float(&o)[4][4], int first) {
+        scale(o, args.scale);
+        scale_columns(o, chunk.factors[0] + first);
+        multiply_lower<T>(o, v, chunk.P.data, first);
+        store_columns<T>(o, args.o, result_at + first * args.o.stride[1], chunk.rows - first, value_dim - value);
+      };
       consumer.wait_queries();
-      multiply_state<T, kP, kKeys>(all, s, queries, key);
-      consumer.release_queries();
-      // The warps of a pair finish the output of half of the tokens each.
-      constexpr int kOutTiles = 8 / kSplit;
-      float o[kOutTiles][4];
-      const int first = 8 * kOutTiles * key_part;
-      if constexpr (kSplit > 1) {
-        exchange_partials<Team>(pair_partial + kSplit * 8 * 128, all, key_part, row_block);
-      }
+      if constexpr (kSplit == 1) {
 #pragma unroll
-      for (int i = 0; i < kOutTiles; ++i) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          o[i][j] = args.scale * (kSplit == 1 || key_part == 0 ? all[i][j] : all[i + 8 - kOutTiles][j]);
+        for (int first = 0; first < kRows; first += kRows / 2) {
+          float o[4][4];
+          clear(o);
+          multiply_state<T, kP, kKeys>(o, s, queries, key, first);
+          if (first != 0) consumer.release_queries();
+          finish(o, first);
         }
+      } else {
+        // The warps of a pair finish a half each.
+        TokenColumns all;
+        clear(all);
+        multiply_state<T, kP, kKeys>(all, s, queries, key);
+        consumer.release_queries();
+        exchange_partials<Team>(pair_partial + kSplit * 8 * 128, all, key_part, row_block);
+        float o[4][4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) o[i][j] = key_part == 0 ? all[i][j] : all[i + 4][j];
+        }
+        finish(o, key_part * (kRows / 2));
       }
-      scale_columns(o, chunk.factors[0] + first);
-      multiply_lower<T>(o, v, chunk.P.data, first);
-      store_columns<T>(o, args.o, result_at + first * args.o.stride[1], chunk.rows - first, value_dim - value);
       consumer.wait_keys();
     }
 

@@ -7,11 +7,15 @@
 
 namespace cula::gdn::cuda {
 
-// Blocks of 32 value columns, and of 64 where a multiprocessor has the registers. With 64 keys or fewer the latter need
-// no pairs.
+// Blocks of 32 value columns, and of 64 where a multiprocessor has the registers. The latter need no pairs in the
+// forward passes (but in fp16, whose conversions take a few registers more), nor in the adjoint's with 64 keys or
+// fewer.
 using NarrowTeam = ScanTeam<2, 2>;
+template <class T, int kKeyDim>
+using WideTeam =
+    std::conditional_t<(kKeyDim > 64 && device::kDTypeOf<T> == DType::kFloat16), ScanTeam<2, 4>, ScanTeam<1, 4>>;
 template <int kKeyDim>
-using WideTeam = std::conditional_t<kKeyDim <= 64, ScanTeam<1, 4>, ScanTeam<2, 4>>;
+using WideAdjointTeam = std::conditional_t<kKeyDim <= 64, ScanTeam<1, 4>, ScanTeam<2, 4>>;
 template <class T, int kKeyDim>
 inline constexpr bool kHasWideBlocks = kKeyDim <= 64 || (kKeyDim == 128 && sizeof(T) == 2);
 
@@ -64,10 +68,10 @@ void launch_adjoint(AdjointScanArgs args, const char* name, device::Stream strea
 
 template <class T, int kKeyDim, ScanResult kResult>
 void launch_scan_for(const ForwardScanArgs& args, bool narrow, const char* name, device::Stream stream) {
-  // Wide blocks of pairs have no registers for checkpoints. Blocks of pairs give the same bits whichever their width.
+  // With more than 64 keys, wide blocks have no registers for checkpoints.
   constexpr bool kFits = kKeyDim <= 64 || kResult != ScanResult::kCheckpoints;
   if constexpr (kHasWideBlocks<T, kKeyDim> && kFits) {
-    if (!narrow) return launch_scan<T, kKeyDim, WideTeam<kKeyDim>, kResult>(args, name, stream);
+    if (!narrow) return launch_scan<T, kKeyDim, WideTeam<T, kKeyDim>, kResult>(args, name, stream);
   }
   launch_scan<T, kKeyDim, NarrowTeam, kResult>(args, name, stream);
 }
@@ -75,7 +79,7 @@ void launch_scan_for(const ForwardScanArgs& args, bool narrow, const char* name,
 template <class T, int kKeyDim, bool kSummary>
 void launch_adjoint_for(const AdjointScanArgs& args, bool narrow, const char* name, device::Stream stream) {
   if constexpr (kHasWideBlocks<T, kKeyDim>) {
-    if (!narrow) return launch_adjoint<T, kKeyDim, WideTeam<kKeyDim>, kSummary>(args, name, stream);
+    if (!narrow) return launch_adjoint<T, kKeyDim, WideAdjointTeam<kKeyDim>, kSummary>(args, name, stream);
   }
   launch_adjoint<T, kKeyDim, NarrowTeam, kSummary>(args, name, stream);
 }
