@@ -1,11 +1,14 @@
 """Exchanges the stages of the operator with those of flash-linear-attention (FLA), on a GPU.
 
     python fla_exchange.py [--backend cuda] [--dtype bfloat16] [--only STAGE]
+    TRITON_INTERPRET=1 python fla_exchange.py --device cpu --backend cpu --dtype float16
 
 FLA runs forward and backward once, and every stage that it calls is recorded: what goes in and what comes out. Then
   - each stage of ours gets what FLA's got, and its results must be FLA's;
   - FLA runs forward and backward again with that one stage replaced by ours, and the whole results must stay.
 Both within FLA's own tolerances. Prints one line a comparison; ends with a status other than 0 if any failed.
+
+Without a GPU, Triton's interpreter runs FLA's kernels, in minutes; its products of bfloat16 are wrong.
 
 Needs flash-linear-attention 0.6.0 and the installed package (or CULA_GDN_LIBRARY); on Hopper with Triton 3.4 to 3.7.0
 also tilelang, without which FLA refuses its own gradient of q, k, w and g.
@@ -19,6 +22,7 @@ import functools
 import inspect
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -81,6 +85,19 @@ def one_configuration() -> None:
         original(self, fn, arg_names, (usual or configs)[:1], *args, **kwargs)
 
     Autotuner.__init__ = initialize
+
+
+class Index(int):
+    """A loop's index as FLA's kernels use it; Triton's interpreter gives plain numbers."""
+
+    def to(self, dtype: Any) -> int:
+        return int(self)
+
+
+def interpreted() -> None:
+    from fla.ops.common import chunk_delta_h
+
+    chunk_delta_h.range = lambda *bounds: map(Index, range(*map(int, bounds)))
 
 
 def make_inputs(dtype: torch.dtype, flags: dict[str, Any], lengths: list[int] | None, device: str) -> dict[str, Any]:
@@ -221,7 +238,9 @@ def exchange(
 
     recorder = Recorder()
     with replaced(chunk, {name: recorder.of(name, getattr(chunk, name)) for name in STAGES}):
+        start = time.monotonic()
         expected = run_whole(chunk.chunk_gated_delta_rule, inputs, flags)
+        print(f"{title}: FLA's forward and backward in {time.monotonic() - start:.0f} s, compiled", flush=True)
     for name, arguments, results in recorder.calls:
         if only in name:
             report.attempt(f"{title} {name}", compare_stage, STAGES[name], backend, arguments, results)
@@ -267,14 +286,22 @@ def main() -> int:
         "--kinds", nargs="+", choices=tuple(FLAGS), default=list(FLAGS), help="runs, with and without flags"
     )
     parser.add_argument("--dense", action="store_true", help="a batch of equal lengths too (FLA compiles again)")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     arguments = parser.parse_args()
-    one_configuration()
+    if arguments.device == "cpu" and (os.environ.get("TRITON_INTERPRET") != "1" or arguments.dtype == "bfloat16"):
+        parser.error("--device cpu: needs TRITON_INTERPRET=1 and --dtype float16")
+    if arguments.device == "cuda":
+        one_configuration()
+    else:
+        interpreted()
     report = Report()
-    shapes = {"packed": [0, 17, 64, 130, 0, 89]} | ({"dense": None} if arguments.dense else {})
+    shapes = {"packed": [17, 0, 64, 70] if arguments.device == "cpu" else [0, 17, 64, 130, 0, 89]} | (
+        {"dense": None} if arguments.dense else {}
+    )
     for shape, lengths in shapes.items():
         for kind in arguments.kinds:
             flags = FLAGS[kind]
-            inputs = make_inputs(getattr(torch, arguments.dtype), flags, lengths, "cuda")
+            inputs = make_inputs(getattr(torch, arguments.dtype), flags, lengths, arguments.device)
             title = f"{arguments.dtype} {shape} {kind}"
             exchange(report, title, inputs, flags, arguments.only, arguments.backend)
     print(f"{report.count - len(report.failures)} of {report.count} comparisons within FLA's tolerances")
