@@ -8,7 +8,7 @@ namespace cula::gdn::cuda {
 // The gradient of the gate, summed in shared memory for one value head at a time. Blocks of keys come one after the
 // other in one thread block, so that what a block of keys leaves can wait in dg (fp32) for the next: shared memory does
 // not grow with the number of value heads.
-struct GateSums {
+struct HeadGateSums {
   const TensorArg& dg;
   const Chunk& chunk;
   float* sums;  // [kRows], shared
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kStageThreads, 1) operand_stage_kernel(const O
   if (dense >= args.num_chunks) return;
   const int m0 = warp_id() * 16;
   const int last = chunk.length - 1;
-  const GateSums gate_sums = {args.dg, chunk, shared.gate_sum};
+  const HeadGateSums gate_sums = {args.dg, chunk, shared.gate_sum};
   const auto wait = [] {
     cp_async_commit();
     cp_async_wait<0>();
@@ -274,7 +274,7 @@ __global__ void __launch_bounds__(kStageThreads, 1) wy_stage_kernel(const WyStag
   Chunk chunk;
   if (!find_chunk(args.sequences, slot, chunk)) return;
   const int m0 = warp_id() * 16;
-  const GateSums gate_sums = {args.dg, chunk, shared.gate_sum};
+  const HeadGateSums gate_sums = {args.dg, chunk, shared.gate_sum};
   for (int i = static_cast<int>(threadIdx.x); i < args.group * kRows; i += kStageThreads) beta_sums[i] = 0.0f;
   const auto wait = [] {
     cp_async_commit();
