@@ -54,6 +54,7 @@ struct Unit {
   StateTarget leaves;
   int sequence;
   int first_chunk;  // of the sequence's
+  int checkpoint;   // the first chunk here behind which there is one
 };
 
 template <int kKeyTiles, int kValueTiles, bool kOutput>

@@ -159,9 +159,7 @@ struct StateConsumer {
 #pragma unroll
       for (int i = 0; i < 16; ++i) o_packed[i] = 0;
     }
-    // The chunk behind which the next checkpoint is, and the distance to the one after it.
-    [[maybe_unused]] const int checkpoint_step = kCheckpoints ? static_cast<int>(args.checkpoints.every) / kRows : 1;
-    [[maybe_unused]] int checkpoint = kCheckpoints ? checkpoint_step - 1 - unit.first_chunk % checkpoint_step : 0;
+    [[maybe_unused]] int checkpoint = unit.checkpoint;
     if (kTurns && tile == 1) pass_turn();
     int stage = 0;
     int phase = 0;
@@ -304,8 +302,8 @@ struct StateConsumer {
       }
       if constexpr (kCheckpoints) {
         if (c == checkpoint) {
-          checkpoint += checkpoint_step;
-          if (!has_tail || c < n - 1) store_checkpoint(s, c);
+          checkpoint += static_cast<int>(args.checkpoints.every) / kRows;
+          if (unit.tail_length == kRows || c < n - 1) store_checkpoint(s, c);
         }
       }
       if (++stage == kStages) {

@@ -48,6 +48,7 @@ __device__ __forceinline__ Unit make_unit(const ForwardArgs& args, const Segment
   unit.leaves = {};
   unit.sequence = static_cast<int>(segment.sequence);
   unit.first_chunk = static_cast<int>(segment.first_chunk);
+  unit.checkpoint = 0;
   return unit;
 }
 
@@ -114,20 +115,26 @@ __global__ void __launch_bounds__(kForwardThreads<kValueTiles>, 1)
   } else {
     unit.enters = initial_state(args, segment.sequence, head);
   }
+  if constexpr (kCheckpoints) {
+    const int every = static_cast<int>(args.checkpoints.every) / kRows;
+    unit.checkpoint = every - 1 - unit.first_chunk % every;
+  }
   if (segment.is_last) unit.leaves = final_state(args, segment.sequence, head);
 
   const auto shared = init_shared<Shared>(forward_shared, unit, kValueTiles, 1);
   // One consumer has registers for it.
   const Unit& kept_unit = kValueTiles == 1 ? unit : reinterpret_cast<const Shared*>(forward_shared)->unit;
+  // With checkpoints two consumers are short of the register that keeps it.
+  const Unit& tail_of = kCheckpoints ? kept_unit : unit;
   const int group = warpgroup_id();
   wait_for_previous();
   if (group == kValueTiles) {
     if constexpr (kValueTiles == 2) release_registers<kFeederRegisters<kKeyDim>>();
-    Feeder<T, kKeyDim, kValueTiles>{args, kept_unit, shared, segment.num_chunks, segment.tail_length < kRows}.run();
+    Feeder<T, kKeyDim, kValueTiles>{args, kept_unit, shared, segment.num_chunks, tail_of.tail_length < kRows}.run();
   } else {
     if constexpr (kValueTiles == 2) acquire_registers<kConsumerRegisters<kKeyDim>>();
     StateConsumer<T, kKeyDim, kValueTiles, true, kCheckpoints>{
-        args, kept_unit, shared, segment.num_chunks, segment.tail_length < kRows, group}
+        args, kept_unit, shared, segment.num_chunks, tail_of.tail_length < kRows, group}
         .run();
   }
 }
