@@ -100,7 +100,7 @@ sanitizer = PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 
 sanitized = --library $(gpu_library) --sanitizer $(GPU_ARGS)
 
 sanitize-gpu: $(gpu_library)
-	for suite in run_cuda $$($(is_hopper) && echo run_sm90); do \
+	for suite in run_cuda $$($(is_hopper) && echo run_sm90 run_stages); do \
 	  for tool in memcheck racecheck synccheck; do \
 	    $(sanitizer) --tool $$tool --kernel-regex kns=cula $(GPU_PYTHON) tests/gpu/$$suite.py $(sanitized) || exit 1; \
 	  done; \

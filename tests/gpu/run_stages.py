@@ -40,6 +40,14 @@ def emulated(run: Runner) -> None:
     run.stages("128x128 five value heads a key head", Shape(FP16, T=100, H=1, HV=5, K=128, V=128))
 
 
+def sanitizer_checks(run: Runner) -> None:
+    """Every kernel once, as small as it gets."""
+    run.stages("bf16 64x64 packed", Shape(BF16, T=150, H=1, HV=2, offsets=[0, 1, 64, 64, 140]))
+    run.stages("bf16 128x128 V first", Shape(BF16, T=150, H=1, HV=2, K=128, V=128, v_first=True))
+    run.stages("fp16 64x128", Shape(FP16, T=70, H=2, HV=2, K=64, V=128))
+    run.stages("fp16 128x64 four value heads", Shape(FP16, T=70, H=1, HV=4, K=128, V=64))
+
+
 def on_device(run: Runner) -> None:
     for dtype, (K, V), v_first in itertools.product(
         (BF16, FP16), itertools.product((64, 128), repeat=2), (False, True)
@@ -224,9 +232,14 @@ def main() -> int:
     parser.add_argument("--no-timing", action="store_true")
     parser.add_argument("--no-checks", action="store_true")
     parser.add_argument("--json", type=pathlib.Path, help="write the figures there")
+    parser.add_argument("--sanitizer", action="store_true", help="the few checks that compute-sanitizer runs over")
+    parser.add_argument("--as-it-comes", action="store_true", help="do not fill memory first: for initcheck")
     arguments = parser.parse_args()
-    run = Runner(Library(arguments.library, "cpu" if arguments.emulated else "cuda", "sm90"), arguments.only)
-    if arguments.emulated:
+    device = "cpu" if arguments.emulated else "cuda"
+    run = Runner(Library(arguments.library, device, "sm90", filled=not arguments.as_it_comes), arguments.only)
+    if arguments.sanitizer:
+        sanitizer_checks(run)
+    elif arguments.emulated:
         emulated(run)
         gates(run, 100)
         hidden_tokens(run)
@@ -238,7 +251,7 @@ def main() -> int:
     print(f"{run.count - len(run.failures)} of {run.count} checks passed", flush=True)
     for failure in run.failures:
         print("failed:", failure, flush=True)
-    if not arguments.emulated and not arguments.no_timing:
+    if not (arguments.emulated or arguments.sanitizer or arguments.no_timing):
         rows = timings(run)
         if arguments.json is not None:
             arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
