@@ -61,6 +61,12 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return "cuda"
 
 
+@pytest.fixture
+def backend(request: pytest.FixtureRequest) -> str:
+    """The backend that `device` stands for."""
+    return request.node.callspec.params["device"]
+
+
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
     torch.manual_seed(0)

@@ -202,6 +202,11 @@ def assert_accurate(
         assert torch.isfinite(x).all(), f"{name} is not finite"
         limit = tolerance * {**_FACTORS, **(factors or {})}.get(name, 2)
         error = relative_error(x, expected[name])
+        if x.dtype == torch.float16 or results["o"].dtype == torch.float16:
+            # Where fp16 has no normal numbers left: what FLA's tests let pass at once.
+            difference = (x.double().cpu() - expected[name].double().cpu()).abs()
+            if difference.numel() and difference.max() <= 1e-6:
+                continue
         if not error <= limit:
             errors[name] = (error, limit)
     assert not errors, f"relative errors above their limits: {errors}"

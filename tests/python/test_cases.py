@@ -544,7 +544,7 @@ def test_case_36_head_sizes(key_dim, value_dim, dtype, device):
 
 
 @parametrize(lengths={"batch": None, "packed": [1, 1, 63, 1, 63]})
-def test_case_37_misaligned_inputs(lengths, device):
+def test_case_37_misaligned_inputs(lengths, device, backend):
     inputs = make_inputs(
         2 if lengths is None else 1, 130, 2, 2, 64, 64, dtype=torch.bfloat16, device=device, lengths=lengths
     )
@@ -555,11 +555,15 @@ def test_case_37_misaligned_inputs(lengths, device):
         x = inputs[name]
         buffer = torch.full((x.numel() + 2,), torch.nan, dtype=x.dtype, device=device)
         shifted[name] = buffer[1:-1].view(x.shape).copy_(x)
-    assert_identical(run(shifted, gradients=gradients), expected)
+    results = run(shifted, gradients=gradients)
+    if backend == "sm90":  # whose copy engine needs aligned rows: other kernels take these
+        assert_accurate(results, oracle(inputs, gradients=gradients))
+    else:
+        assert_identical(results, expected)
     assert_accurate(expected, oracle(inputs, gradients=gradients))
 
 
-def test_case_38_many_short_sequences(device):
+def test_case_38_many_short_sequences(device, backend):
     lengths = [(16, 32, 64)[n % 3] for n in range(127)]
     inputs = make_inputs(lengths=lengths, H=6, K=128, V=128, dtype=torch.bfloat16, device=device)
     assert inputs["q"].shape[1] == 4720
@@ -570,9 +574,11 @@ def test_case_38_many_short_sequences(device):
         begin, end = bounds[n], bounds[n + 1]
         one = {name: x[n : n + 1] if name == "initial_state" else x[:, begin:end] for name, x in inputs.items()}
         alone = run(one, gradients=(gradients[0][:, begin:end], gradients[1][n : n + 1]))
-        assert_identical(
-            {name: x[n : n + 1] if name.endswith("_state") else x[:, begin:end] for name, x in packed.items()}, alone
-        )
+        part = {name: x[n : n + 1] if name.endswith("_state") else x[:, begin:end] for name, x in packed.items()}
+        if backend == "cpu":
+            assert_identical(part, alone)
+        else:  # how a GPU's blocks are cut, and so the order of sums, depends on how many sequences there are
+            assert_accurate(part, alone)
 
 
 @pytest.mark.parametrize("tokens", [80, 129])

@@ -61,6 +61,8 @@ def small_checks(run: Runner, backward: bool) -> None:
     for gate in (-2.0, -20.0, -200.0, -1e4):
         run.operator(f"op fp32 gate {gate:g}", Shape(FP32, T=70), Options(constant_gate=gate), backward=backward)
     run.operator("op fp32 strong gates", Shape(FP32, T=128), Options(gate_scale=100.0), backward=backward)
+    if backward:
+        guarded(run, "masks", masks)
     # Few units and many chunks: sequences run in segments.
     weak = Options(gate_scale=0.05)
     run.operator("op fp32 segments", Shape(FP32, T=640, C=16, H=1, HV=2), backward=backward)
@@ -82,6 +84,21 @@ def small_checks(run: Runner, backward: bool) -> None:
         run.stages("stages fp32 1/32 heads", Shape(FP32, T=20, H=1, HV=32, K=72, V=24))
     run.operator("op bf16 no tokens", Shape(BF16, T=0), backward=backward)
     run.operator("op bf16 one token", Shape(BF16, T=1, H=1, HV=2), backward=backward)
+
+
+def masks(run: Runner) -> None:
+    """A gate that leaves nothing, as masks are written: the same bits as a reset, whichever number it is."""
+    shape = Shape(FP32, T=70, H=1, HV=2)
+    t = to_device(make_inputs(shape, Options()), run.device)
+    results = []
+    for lowest in (-INFINITY, -1e3, -1e12, torch.finfo(torch.float32).min):
+        t["g"][0, 5] = lowest
+        saved = run.saved(shape)
+        o, ht = run.forward(shape, Options(), t, saved=saved)
+        assert ht is not None
+        results.append([o, ht, *run.backward(shape, Options(), t, saved).values()])
+    different = sum(not torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+    run.report("masks: lowest gates are resets", {"different": (float(different), 0.0)})
 
 
 def sanitizer_checks(run: Runner) -> None:

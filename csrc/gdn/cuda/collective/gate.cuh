@@ -23,6 +23,10 @@ __device__ __forceinline__ double gate_value(double raw, double a_log, double bi
   return -exp(a_log) * softplus(raw + bias);
 }
 
+// exp(gate) is zero even in double. Such a gate may be anything down to the lowest number of its type, as masks are
+// written: added to a running sum it would swallow the gates behind it.
+__device__ __forceinline__ bool decays_to_nothing(double log_gate) { return log_gate < -746.0; }
+
 struct GateArgs {
   TensorArg g;        // [B, T, HV]: gamma (log2 units), the log decay, or with A_log the raw gate; null: none
   TensorArg A_log;    // [HV]
@@ -47,7 +51,7 @@ struct GateRow {
 
 struct alignas(16) GateRows {
   // The running sum in log2 units as high + low: differences of large sums stay exact. It restarts, at 0, in a row
-  // whose gate is -inf; `segment` counts those rows. Rows past the chunk have segment -1 and factors of 0.
+  // whose gate leaves nothing; `segment` counts those rows. Rows past the chunk have segment -1 and factors of 0.
   float high[kRows];
   float low[kRows];
   int segment[kRows];
@@ -95,8 +99,6 @@ enum class GateKind { kLogDecay, kGamma };
 template <GateKind kKind>
 __device__ __forceinline__ void load_gates(GateRows& rows, const GateArgs& args, int64_t batch, int64_t token,
                                            int length, int64_t head) {
-  // A gate this negative already decays to 0; the bound keeps the running sum from losing the gates that follow.
-  constexpr double kLowest = -16384.0;
   const int lane = lane_id();
   double sum[2] = {0.0, 0.0};
   bool reset[2] = {false, false};
@@ -125,12 +127,9 @@ __device__ __forceinline__ void load_gates(GateRows& rows, const GateArgs& args,
       }
     }
     rows.beta[row] = beta;
-    reset[r] = gate == -INFINITY;
+    reset[r] = kKind == GateKind::kLogDecay ? decays_to_nothing(gate) : gate == -INFINITY;
     if (reset[r]) gate = 0.0;
-    if constexpr (kKind == GateKind::kLogDecay) {
-      gate *= kLog2E;
-      if (gate < kLowest) gate = kLowest;
-    }
+    if constexpr (kKind == GateKind::kLogDecay) gate *= kLog2E;
     sum[r] = gate;
   }
   const unsigned even = ballot(reset[0]);

@@ -30,7 +30,8 @@ __global__ void __launch_bounds__(kElementThreads) l2norm_kernel(const L2NormArg
   const int64_t rstd_at = args.rstd.offset(row);
   float x[kMaxPerLane];
   [[maybe_unused]] float y[kMaxPerLane];
-  float sum = 0.0f;
+  // Of squares in double: they may pass fp32's range where their root does not.
+  std::conditional_t<kBackward, float, double> sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < kMaxPerLane; ++i) {
     const int column = i * 32 + lane_id();
@@ -40,17 +41,21 @@ __global__ void __launch_bounds__(kElementThreads) l2norm_kernel(const L2NormArg
       y[i] = valid ? load_float(args.y.data, args.y.dtype, y_at + column * args.y.last_stride) : 0.0f;
       sum += x[i] * y[i];
     } else {
-      sum += x[i] * x[i];
+      sum += static_cast<double>(x[i]) * x[i];
     }
   }
   // Rows longer than the kept part.
   for (int column = kMaxPerLane * 32 + lane_id(); column < args.columns; column += 32) {
     const float value = load_float(args.x.data, args.x.dtype, x_at + column * args.x.last_stride);
-    sum += value * (kBackward ? load_float(args.y.data, args.y.dtype, y_at + column * args.y.last_stride) : value);
+    if constexpr (kBackward) {
+      sum += value * load_float(args.y.data, args.y.dtype, y_at + column * args.y.last_stride);
+    } else {
+      sum += static_cast<double>(value) * value;
+    }
   }
   sum = warp_sum(sum);
   const float rstd = kBackward ? load_float(args.rstd.data, args.rstd.dtype, rstd_at)
-                               : 1.0f / sqrtf(sum + static_cast<float>(kL2NormEpsilon));
+                               : static_cast<float>(1.0 / sqrt(sum + kL2NormEpsilon));
   if (!kBackward && lane_id() == 0 && args.rstd.data != nullptr) {
     store_float(args.rstd.data, args.rstd.dtype, rstd_at, rstd);
   }
