@@ -212,6 +212,30 @@ def windows(run: Runner) -> None:
         run.report(f"windows: {name}", {key: (error(actual[key], expected[key]), 1e-2) for key in actual})
 
 
+def overflow(run: Runner) -> None:
+    """fp16 gradients past the type's range become infinite, so that loss scaling notices."""
+    name = "overflow: fp16 gradients"
+    if not run.wanted(name):
+        return
+    shape = Shape(FP16, T=130, H=1, HV=1, K=64, V=64, scale=1.0)
+    t = to_device(make_inputs(shape, Options(constant_gate=0.0, initial_state=False, final_state=False)), run.device)
+    t["k"] = t["k"][:, :1].expand_as(t["k"]).contiguous()
+    t["q"] = t["k"].clone()
+    t["do"].fill_(6e4)
+    exact = {key: x.double().requires_grad_(key != "do") for key, x in t.items()}
+    o, _ = recurrence(shape, exact)
+    expected = torch.autograd.grad((o * exact["do"]).sum(), [exact[key] for key in ("q", "k", "v")])
+    saved = run.saved(shape)
+    run.forward(shape, Options(final_state=False), t, saved=saved)
+    actual = run.backward(shape, Options(final_state=False), t, saved)
+    errors = {}
+    for key, gradient in zip(("q", "k", "v"), expected, strict=True):
+        past = gradient.abs() > 1e5
+        hidden = int(torch.isfinite(actual[key][past]).sum()) if bool(past.any()) else INFINITY
+        errors[f"d{key} finite"] = (float(hidden), 0.0)
+    run.report(name, errors)
+
+
 def gate_gradients(run: Runner) -> None:
     """Gradients of gates, A_log and dt_bias where the decay is strong (CASES 14 and 23)."""
     for name, T, gate in (("decay 5 to 20", 128, True), ("-5", 128, False), ("training", 2048, True),
@@ -411,6 +435,7 @@ def main() -> int:
     if arguments.emulated:
         emulated(run)
         emulated_segments(run)
+        overflow(run)
         print(f"{run.count - len(run.failures)} of {run.count} checks passed", flush=True)
         return 1 if run.failures or run.count == 0 else 0
     if not arguments.no_checks:
@@ -433,6 +458,7 @@ def main() -> int:
         guarded(run, "windows", windows)
         guarded(run, "windows and segments of few tokens", emulated_segments)
         guarded(run, "gate gradients", gate_gradients)
+        guarded(run, "overflow", overflow)
         print(
             f"{run.count - len(run.failures)} of {run.count} checks passed in {time.time() - start:.0f} s", flush=True
         )

@@ -31,7 +31,7 @@ struct BackwardWorkspace {
   int32_t* state_known = nullptr;  // [places, HV]
   int32_t* gradient_known = nullptr;
   float* dyg = nullptr;  // [B, T, HV]; these two with use_gate
-  cuda::GateSums gate_sums;
+  cuda::GatePartialSums gate_sums;
   size_t bytes = 0;
 
   BackwardWorkspace(const Problem& problem, const BackwardSchedule& schedule, void* data) {

@@ -64,7 +64,7 @@ void launch_cumsum(const GateArgs& gates, const TensorArg& out, const SequenceTa
 }
 
 void launch_gate_backward(const GateArgs& gates, const GateGradients& t, int64_t batch, int64_t tokens, int64_t heads,
-                          device::Stream stream, const GateSums& sums) {
+                          device::Stream stream, const GatePartialSums& sums) {
   const GateBackwardArgs args = {gates, t.dyg, t.dg, t.dA_log, t.ddt_bias, batch, tokens, heads, sums.parts, sums.data};
   device::launch<gate_backward_kernel>("gdn_gate_bwd",
                                        {.blocks = heads * sums.parts,

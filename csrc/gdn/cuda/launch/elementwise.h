@@ -27,12 +27,12 @@ struct GateGradients {
   TensorArg ddt_bias;
 };
 // Room for the sums over the tokens in several parts, side by side; one part needs none.
-struct GateSums {
+struct GatePartialSums {
   double* data = nullptr;  // [parts, heads, 2]
   int64_t parts = 1;
 };
 void launch_gate_backward(const GateArgs& gates, const GateGradients& t, int64_t batch, int64_t tokens, int64_t heads,
-                          device::Stream stream, const GateSums& sums = {});
+                          device::Stream stream, const GatePartialSums& sums = {});
 
 // Zeroes [1, T, heads, columns] behind the last packed sequence; nothing to do without packing or without a tensor.
 void launch_zero_padding(const SequenceTable& sequences, const TensorArg& x, int64_t heads, int64_t columns,

@@ -288,12 +288,9 @@ struct GradientConsumer {
     }
   }
 
-  // Rounds to a tile whose rows are tokens: a result, which overflows as a conversion does, or an operand.
-  template <bool kResult>
+  // Rounds to a tile whose rows are tokens.
   __device__ __forceinline__ static void put_tile(uint32_t tile, const float (&d)[32], float factor = 1.0f) {
-    const auto pack = [&](float low, float high) {
-      return kResult ? pack2<T>(low, high) : pack_operand<T>(factor * low, factor * high);
-    };
+    const auto pack = [&](float low, float high) { return pack2<T>(factor * low, factor * high); };
     const int thread = thread_index_anew();
     const int lane = thread & 31;
     const uint32_t row = tile + (16 * (thread / 32 & 3) + (lane & 7) + ((lane >> 3) & 1) * 8) * 128;
@@ -410,7 +407,7 @@ struct GradientConsumer {
         ++heads;
       }
 
-      put_tile<false>(shared.pair(group), total, coefficient());
+      put_tile(shared.pair(group), total, coefficient());
       fence_async_shared();
       sync_consumers();
       const uint32_t G = wgmma_operand(shared.pair(0));
@@ -449,8 +446,8 @@ struct GradientConsumer {
       }
       const bool has_dq = args.dq && (kKeyTiles == 2 || group == 0);
       const bool has_dk = args.dk && (kKeyTiles == 2 || group == 1);
-      if (has_dq) put_tile<true>(q_tile, dq);
-      if (has_dk) put_tile<true>(k_tile, dk);
+      if (has_dq) put_tile(q_tile, dq);
+      if (has_dk) put_tile(k_tile, dk);
       fence_async_shared();
       sync_group();
       const bool leader = warpgroup_thread() == 0;

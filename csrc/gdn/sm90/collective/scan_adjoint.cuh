@@ -2,6 +2,9 @@
 //
 //   X' = (D' K') to_end + dO' P        dW' = X' A
 //   D' <- chunk_decay D' + (out_decay dO)' Q - (beta decay dW)' K
+//
+// What passes fp16's range becomes infinite here, as in every conversion, and then shows in the results: gradients that
+// overflow must not look like numbers.
 #pragma once
 
 #include "gdn/sm90/collective/scan_state.cuh"
@@ -13,6 +16,12 @@ struct AdjointConsumer : ScanState<T, kKeyDim, kKind> {
   using State = ScanState<T, kKeyDim, kKind>;
   using State::args, State::unit, State::shared;
   using typename State::Shared;
+
+  __device__ __forceinline__ static void pack(uint32_t (&operand)[State::kStateRegisters / 2],
+                                              const float (&s)[State::kStateRegisters]) {
+#pragma unroll
+    for (int i = 0; i < State::kStateRegisters / 2; ++i) operand[i] = pack2<T>(s[2 * i], s[2 * i + 1]);
+  }
 
   __device__ __forceinline__ void run() const {
     const int lane = lane_id();
@@ -26,7 +35,7 @@ struct AdjointConsumer : ScanState<T, kKeyDim, kKind> {
     float x[32];
     uint32_t rows[16] = {};
     State::load_state(d, unit.enters);
-    State::pack(d_operand, d);
+    pack(d_operand, d);
     int stage = 0;
     int phase = 0;
 #pragma unroll 1
@@ -57,8 +66,8 @@ struct AdjointConsumer : ScanState<T, kKeyDim, kKind> {
       for (int j = 0; j < 8; ++j) {
         const float2 o0 = unpack2<T>(o[2 * j]);
         const float2 o1 = unpack2<T>(o[2 * j + 1]);
-        y[2 * j] = pack_operand<T>(f[j].x * o0.x, f[j].y * o0.y);
-        y[2 * j + 1] = pack_operand<T>(f[j].x * o1.x, f[j].y * o1.y);
+        y[2 * j] = pack2<T>(f[j].x * o0.x, f[j].y * o0.y);
+        y[2 * j + 1] = pack2<T>(f[j].x * o1.x, f[j].y * o1.y);
       }
       load_factors(offsetof(ChunkFactors, to_end));
       wgmma_wait<0>();  // X
@@ -83,7 +92,7 @@ struct AdjointConsumer : ScanState<T, kKeyDim, kKind> {
       State::send(args.D, n - 1 - c, args.dW, n - c);
       wgmma_wait<1>();  // X
 #pragma unroll
-      for (int i = 0; i < 16; ++i) w[i] = pack_operand<T>(x[2 * i], x[2 * i + 1]);
+      for (int i = 0; i < 16; ++i) w[i] = pack2<T>(x[2 * i], x[2 * i + 1]);
       wgmma_fence();
 #pragma unroll
       for (int k = 0; k < kRows / 16; ++k) {  // dW' = X' A
@@ -99,9 +108,8 @@ struct AdjointConsumer : ScanState<T, kKeyDim, kKind> {
       wgmma_wait<0>();  // dW, D
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        y[2 * j] = pack_operand<T>(-f[j].x * x[4 * j], -f[j].y * x[4 * j + 1]);
-        y[2 * j + 1] = pack_operand<T>(-f[j].x * x[4 * j + 2], -f[j].y * x[4 * j + 3]);
-        // dv is made of it, and overflows as a conversion does.
+        y[2 * j] = pack2<T>(-f[j].x * x[4 * j], -f[j].y * x[4 * j + 1]);
+        y[2 * j + 1] = pack2<T>(-f[j].x * x[4 * j + 2], -f[j].y * x[4 * j + 3]);
         rows[2 * j] = pack2<T>(x[4 * j], x[4 * j + 1]);
         rows[2 * j + 1] = pack2<T>(x[4 * j + 2], x[4 * j + 3]);
       }
@@ -109,7 +117,7 @@ struct AdjointConsumer : ScanState<T, kKeyDim, kKind> {
       State::update(d, y, tiles, 0);  // D' -= (beta decay dW)' K
       wgmma_commit();
       wgmma_wait<0>();
-      State::pack(d_operand, d);
+      pack(d_operand, d);
       if (++stage == kStages) {
         stage = 0;
         phase ^= 1;

@@ -66,11 +66,6 @@ struct ScanState {
       for_each_element(x, [&](int i, int64_t at) { p[at] = static_cast<decltype(element)>(s[i]); });
     });
   }
-  __device__ __forceinline__ static void pack(uint32_t (&operand)[kStateRegisters / 2],
-                                              const float (&s)[kStateRegisters]) {
-#pragma unroll
-    for (int i = 0; i < kStateRegisters / 2; ++i) operand[i] = pack_operand<T>(s[2 * i], s[2 * i + 1]);
-  }
 
   __device__ __forceinline__ static void sync_group() {
     sync_named(static_cast<int>(NamedBarrier::kConsumer0), kWarpgroupThreads);
