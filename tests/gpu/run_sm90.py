@@ -141,6 +141,7 @@ def emulated(run: Runner) -> None:
     )  # fmt: skip
     run.operator("emulated fp16", Shape(FP16, B=2, T=300, H=2, HV=2, K=64, V=64))
     run.operator("emulated no tokens", Shape(BF16, T=0, K=128, V=128))
+    no_sequences(run)
     run.operator("emulated strong gates", Shape(BF16, T=128, K=128, V=128), Options(gate_scale=100.0))
     run.operator("emulated gate -20", Shape(BF16, T=128, K=128, V=128), Options(constant_gate=-20.0))
 
@@ -210,6 +211,19 @@ def windows(run: Runner) -> None:
             run.library.backend = "sm90"
         # Two roundings of each result and of what it is made of.
         run.report(f"windows: {name}", {key: (error(actual[key], expected[key]), 1e-2) for key in actual})
+
+
+def no_sequences(run: Runner) -> None:
+    """Padding alone: gradients are written, as zeros."""
+    name = "no sequences: gradients of padding"
+    if not run.wanted(name):
+        return
+    shape = Shape(BF16, T=66, K=64, V=64, offsets=[0])
+    t = to_device(make_inputs(shape, Options()), run.device)
+    saved = run.saved(shape)
+    run.forward(shape, Options(), t, saved=saved)
+    gradients = run.backward(shape, Options(), t, saved)
+    run.report(name, {f"d{key}": (error(x, torch.zeros_like(x)), 0.0) for key, x in gradients.items()})
 
 
 def overflow(run: Runner) -> None:
@@ -459,6 +473,7 @@ def main() -> int:
         guarded(run, "windows and segments of few tokens", emulated_segments)
         guarded(run, "gate gradients", gate_gradients)
         guarded(run, "overflow", overflow)
+        guarded(run, "no sequences", no_sequences)
         print(
             f"{run.count - len(run.failures)} of {run.count} checks passed in {time.time() - start:.0f} s", flush=True
         )

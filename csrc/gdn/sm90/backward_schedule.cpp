@@ -108,8 +108,9 @@ BackwardCosts& backward_costs() {
 }
 
 int64_t count_slots(const Problem& problem) {
-  return problem.sequence_offsets ? problem.tokens / kChunk + problem.num_sequences()
-                                  : problem.batch * divide_up(problem.tokens, kChunk);
+  if (!problem.sequence_offsets) return problem.batch * divide_up(problem.tokens, kChunk);
+  if (problem.num_sequences() == 0) return 0;
+  return problem.tokens / kChunk + problem.num_sequences();
 }
 
 BackwardSchedule choose_backward_schedule(const Plan& plan) {
