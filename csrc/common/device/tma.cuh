@@ -32,6 +32,10 @@ __device__ __forceinline__ void tma_prefetch(const CUtensorMap& map, const BoxOr
                "r"(at.head), "r"(at.token), "r"(at.batch)
                : "memory");
 }
+// The line at an address to the L2 cache.
+__device__ __forceinline__ void prefetch_line(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
 // Shared to global memory; nothing is written outside the tensor.
 __device__ __forceinline__ void tma_store(const CUtensorMap& map, const BoxOrigin& at, uint32_t source) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(&map),

@@ -58,6 +58,9 @@ __device__ __forceinline__ T warp_sum(T value) {
   return value;
 }
 
+// Known to the compiler as uniform.
+__device__ __forceinline__ unsigned warp_max(unsigned value) { return __reduce_max_sync(kAllLanes, value); }
+
 // Sum over the lanes that differ from this one in the bits below `width` alone.
 template <int kWidth, class T>
 __device__ __forceinline__ T group_sum(T value) {

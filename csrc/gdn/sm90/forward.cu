@@ -1,6 +1,5 @@
 // The operator's forward pass on Hopper: prepare, then the fused recurrence.
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 
 #include "gdn/cuda/launch/elementwise.h"
@@ -137,25 +136,6 @@ void normalize(const Call& call, const ForwardTensors& t, const Operands& operan
 }
 
 }  // namespace
-
-bool runs_on(int device_id) {
-  static std::atomic<int> known[device::kMaxDevices];  // 0 not asked yet, 1 no, 2 yes
-  if (device_id < 0 || device_id >= device::kMaxDevices) return false;
-  int state = known[device_id].load(std::memory_order_relaxed);
-  if (state == 0) {
-    int major = 0;
-    int minor = 0;
-    const bool asked = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device_id) == cudaSuccess &&
-                       cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device_id) == cudaSuccess;
-    if (!asked) {
-      cudaGetLastError();  // must not surface at the user's next call
-      return false;
-    }
-    state = major == 9 && minor == 0 ? 2 : 1;
-    known[device_id].store(state, std::memory_order_relaxed);
-  }
-  return state == 2;
-}
 
 size_t forward_workspace_bytes(const Plan& plan, bool saves_for_backward) {
   const size_t own =

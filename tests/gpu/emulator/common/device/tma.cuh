@@ -39,6 +39,7 @@ inline void tma_load(uint32_t target, const CUtensorMap& map, const BoxOrigin& a
   emulated_complete(barrier, kBoxRows * kBoxColumns * 2);
 }
 inline void tma_prefetch(const CUtensorMap&, const BoxOrigin&) {}
+inline void prefetch_line(const void*) {}
 inline void tma_store(const CUtensorMap& map, const BoxOrigin& at, uint32_t source) {
   for_each_in_box(source, map, at, [](const uint16_t* global, uint16_t* shared) {
     if (global) *const_cast<uint16_t*>(global) = *shared;

@@ -75,6 +75,11 @@ inline T warp_sum(T value) {
   return value;
 }
 
+inline unsigned warp_max(unsigned value) {
+  for (int mask = 16; mask > 0; mask >>= 1) value = std::max(value, shuffle_xor(value, mask));
+  return value;
+}
+
 template <int kWidth, class T>
 inline T group_sum(T value) {
   for (int mask = kWidth / 2; mask > 0; mask >>= 1) value += shuffle_xor(value, mask);
