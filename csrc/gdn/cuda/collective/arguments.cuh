@@ -143,7 +143,8 @@ __device__ __forceinline__ int64_t find_owner(int64_t count, int64_t place, cons
 // Finds the chunk of a slot; false if the slot is empty. All lanes of the warp must call.
 __device__ __forceinline__ bool find_chunk(const SequenceTable& table, int64_t slot, Chunk& chunk) {
   if (table.offsets == nullptr) {
-    chunk.sequence = chunk.batch = slot / table.slots_per_row;
+    // Slots number less than 2^32, as blocks do; a 64-bit division is a call.
+    chunk.sequence = chunk.batch = static_cast<uint32_t>(slot) / static_cast<uint32_t>(table.slots_per_row);
     chunk.index = slot - chunk.batch * table.slots_per_row;
     chunk.token = chunk.index * table.chunk_size;
     const int64_t left = table.tokens - chunk.token;

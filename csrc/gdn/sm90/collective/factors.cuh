@@ -54,6 +54,21 @@ __device__ __forceinline__ RawGates load_gates(const GateArgs& args, const Chunk
   return raw;
 }
 
+// The same to the L2 cache.
+__device__ __forceinline__ void prefetch_gates(const GateArgs& args, const Chunk& chunk, int64_t head) {
+  const auto prefetch = [&](const TensorArg& x, int row) {
+    const int bytes = x.dtype == DType::kFloat64 ? 8 : (x.dtype == DType::kFloat32 ? 4 : 2);
+    prefetch_line(static_cast<const unsigned char*>(x.data) + bytes * x.offset(chunk.batch, chunk.token + row, head));
+  };
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = 2 * lane_id() + r;
+    if (row >= chunk.length) continue;
+    prefetch(args.g, row);
+    prefetch(args.beta, row);
+  }
+}
+
 // The gates of rows 2 lane and 2 lane + 1, summed up.
 struct GateSums {
   double sum[2];  // from the start of the chunk or the last restart through this row, log2 units

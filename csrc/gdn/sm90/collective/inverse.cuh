@@ -1,20 +1,15 @@
 // (I + L)^-1 of a strictly lower triangular 64 x 64 matrix by one warp.
 //
-// Substitution in fp32 inside the 16 x 16 diagonal blocks; then [X, 0; Y, Z]^-1 = [X', 0; -Z' Y X', Z'] for blocks of
-// 16 and of 32, as products in TF32 (operands rounded to nearest) with fp32 sums: their error lies below that of
-// rounding the result to 16 bits. L itself never exists as a whole: its blocks are made from K K^T when they are
-// multiplied.
+// Substitution in fp32 inside 8 x 8 diagonal blocks; then [X, 0; Y, Z]^-1 = [X', 0; -Z' Y X', Z'] for blocks of 8, 16
+// and 32, as products in TF32 (operands rounded to nearest) with fp32 sums: their error lies below that of rounding the
+// result to 16 bits. L itself never exists as a whole: its blocks are made from K K^T when they are multiplied.
 #pragma once
 
 #include "gdn/cuda/collective/fragment.cuh"
-#include "gdn/sm90/collective/factors.cuh"
 #include "gdn/sm90/collective/operand.cuh"
+#include "gdn/sm90/collective/tile.cuh"
 
 namespace cula::gdn::sm90 {
-
-// The blocks on and below the diagonal.
-inline constexpr int kTriangleBlocks = 10;
-__host__ __device__ constexpr int triangle_block(int row, int column) { return row * (row + 1) / 2 + column; }
 
 // 16 x 16 blocks in shared memory, two side by side: rows of four octets, which trade places from row to row so that
 // accumulators are stored and read, and columns of operands read, without bank conflicts.
@@ -174,36 +169,66 @@ struct Gates {
   }
 };
 
-// Replaces four diagonal blocks -L by (I + L)^-1.
+// Replaces the four diagonal blocks -L by (I + L)^-1.
 __device__ __forceinline__ void invert_diagonal(InverseScratch& blocks) {
-  // Each half of the warp takes blocks 0 or 1, and 2 or 3 beside it; a lane one of their columns. Blocks 0 and 1 differ
-  // in bit 4 of the offset in a row alone.
-  const int column = lane_id() & 15;
-  const int other = lane_id() & 16;
-  const float* lower = &blocks.data[0][0][0];
-  const float* upper = &blocks.data[1][0][0];
-  float x[16];
-  float y[16];
+  const int lane = lane_id();
+  // Substitution in blocks of 8. A quarter of the warp takes one of blocks 0 and 1, and one of blocks 2 and 3; a lane a
+  // column of it.
+  {
+    const int block = lane >> 4;
+    const int start = (lane >> 3 & 1) * 8;
+    const int column = lane & 7;
+    float x[8];
+    float y[8];
 #pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    x[i] = y[i] = i == column ? 1.0f : 0.0f;
+    for (int i = 0; i < 8; ++i) {
+      x[i] = y[i] = i == column ? 1.0f : 0.0f;
 #pragma unroll
-    for (int k = 0; k < i; k += 4) {
-      const int at = i * 32 + (k & 7) + ((((k >> 3) ^ octet_swizzle(i)) << 3) ^ other);
-      const float4 a = *reinterpret_cast<const float4*>(lower + at);
-      const float4 b = *reinterpret_cast<const float4*>(upper + at);
-      x[i] += a.x * x[k];
-      y[i] += b.x * y[k];
-      if (k + 1 < i) x[i] += a.y * x[k + 1], y[i] += b.y * y[k + 1];
-      if (k + 2 < i) x[i] += a.z * x[k + 2], y[i] += b.z * y[k + 2];
-      if (k + 3 < i) x[i] += a.w * x[k + 3], y[i] += b.w * y[k + 3];
+      for (int k = 0; k < i; k += 4) {
+        const float4 a = *reinterpret_cast<const float4*>(blocks.at(block, start + i, start + k));
+        const float4 b = *reinterpret_cast<const float4*>(blocks.at(block + 2, start + i, start + k));
+        x[i] += a.x * x[k];
+        y[i] += b.x * y[k];
+        if (k + 1 < i) x[i] += a.y * x[k + 1], y[i] += b.y * y[k + 1];
+        if (k + 2 < i) x[i] += a.z * x[k + 2], y[i] += b.z * y[k + 2];
+        if (k + 3 < i) x[i] += a.w * x[k + 3], y[i] += b.w * y[k + 3];
+      }
     }
-  }
-  sync_warp();
+    sync_warp();
 #pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    *blocks.at(lane_id() >> 4, i, column) = x[i];
-    *blocks.at(2 + (lane_id() >> 4), i, column) = y[i];
+    for (int i = 0; i < 8; ++i) {
+      *blocks.at(block, start + i, start + column) = x[i];
+      *blocks.at(block + 2, start + i, start + column) = y[i];
+    }
+    sync_warp();
+  }
+  // Then Z' (-L) X' below. Two blocks side by side, as rows 0 .. 7 and 8 .. 15 of the products.
+  const int g = lane >> 2;
+  const int t = 2 * (lane & 3);
+#pragma unroll
+  for (int block = 0; block < 4; block += 2) {
+    const auto product = [&](float(&c)[4], const float2(&left)[2], int row) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint32_t first = round_tf32(left[i].x);
+        const uint32_t second = round_tf32(left[i].y);
+        const uint32_t a[4] = {i == 0 ? first : 0, i == 0 ? 0 : first, i == 0 ? second : 0, i == 0 ? 0 : second};
+        mma_m16n8k8_tf32(c, a, round_tf32(*blocks.at(block + i, row + t, g)),
+                         round_tf32(*blocks.at(block + i, row + t + 1, g)));
+      }
+    };
+    float2 left[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) left[i] = *reinterpret_cast<const float2*>(blocks.at(block + i, 8 + g, 8 + t));
+    float c[4] = {};
+    product(c, left, 8);
+    left[0] = make_float2(c[0], c[1]);
+    left[1] = make_float2(c[2], c[3]);
+    float y[4] = {};
+    product(y, left, 0);
+    sync_warp();
+    *reinterpret_cast<float2*>(blocks.at(block, 8 + g, t)) = make_float2(y[0], y[1]);
+    *reinterpret_cast<float2*>(blocks.at(block + 1, 8 + g, t)) = make_float2(y[2], y[3]);
   }
   sync_warp();
 }

@@ -11,6 +11,10 @@ struct alignas(1024) SwizzledTile {
   unsigned char data[kTileBytes];
 };
 
+// A lower triangle of 64 x 64 in blocks of 16 x 16: those on and below the diagonal.
+inline constexpr int kTriangleBlocks = 10;
+__host__ __device__ constexpr int triangle_block(int row, int column) { return row * (row + 1) / 2 + column; }
+
 // Byte offset of a 16-byte piece of a row.
 __device__ __forceinline__ int swizzled(int row, int piece) { return row * 128 + ((piece ^ (row & 7)) * 16); }
 

@@ -106,12 +106,30 @@ __device__ __forceinline__ void store_rounded(uint32_t tile, const RoundedTriang
   }
 }
 
+// Brings what a later block reads to L2: the one that starts about when this one ends. A block waits longest for its
+// gates.
+template <int kKeyDim>
+__device__ __forceinline__ void prefetch_ahead(const PrepareArgs& args, int warp) {
+  constexpr uint32_t kAhead = 4 * 132;  // the blocks that run at once; a tuning constant
+  const uint32_t index = blockIdx.x + kAhead;
+  if (index >= gridDim.x) return;
+  const auto head_blocks = static_cast<uint32_t>(args.head_blocks);
+  const uint32_t slot = index / head_blocks;
+  const int head = static_cast<int>((index - slot * head_blocks) * kPrepareHeads) + warp;
+  Chunk chunk;
+  if (!find_chunk(args.sequences, slot, chunk) || head >= static_cast<int>(args.value_heads)) return;
+  prefetch_gates(args.gates, chunk, head);
+  if (threadIdx.x < kKeyDim / 64) {
+    tma_prefetch(args.k, {64 * static_cast<int>(threadIdx.x), head / static_cast<int>(args.group),
+                          static_cast<int>(chunk.token), static_cast<int>(chunk.batch)});
+  }
+}
+
 template <class T, int kKeyDim, int kKeyHeads>
 __global__ void __launch_bounds__(kPrepareThreads, kKeyHeads == 1 ? 4 : (kKeyHeads == 2 ? 3 : 2))
     prepare_kernel(const __grid_constant__ PrepareArgs args) {
   using Shared = PrepareShared<kKeyDim, kKeyHeads>;
-  extern __shared__ __align__(1024) unsigned char prepare_shared[];
-  Shared& shared = *reinterpret_cast<Shared*>(prepare_shared);
+  Shared& shared = *reinterpret_cast<Shared*>(swizzled_shared_memory());
   launch_dependents();
   const int64_t slot = blockIdx.x / static_cast<unsigned>(args.head_blocks);
   const int first_head = static_cast<int>((blockIdx.x - slot * args.head_blocks) * kPrepareHeads);
@@ -121,13 +139,15 @@ __global__ void __launch_bounds__(kPrepareThreads, kKeyHeads == 1 ? 4 : (kKeyHea
   const int group = static_cast<int>(args.group);
   const int last_head = first_head + kPrepareHeads < heads ? first_head + kPrepareHeads - 1 : heads - 1;
   const int first_key = first_head / group;
-  const int keys = last_head / group - first_key + 1;
+  const int keys = kKeyHeads == 1 ? 1 : last_head / group - first_key + 1;
   const uint32_t barrier = shared_address(&shared.loaded);
   if (threadIdx.x == 0) {
     mbarrier_init(barrier, 1);
     mbarrier_init_fence();
     mbarrier_arrive_expect(barrier, keys * static_cast<int>(sizeof(typename Shared::Keys)));
+#pragma unroll 1
     for (int i = 0; i < keys; ++i) {
+#pragma unroll
       for (int j = 0; j < kKeyDim / 64; ++j) {
         tma_load(shared_address(&shared.key_heads[i].keys.tiles[j]), args.k,
                  {64 * j, first_key + i, static_cast<int>(chunk.token), static_cast<int>(chunk.batch)}, barrier);
@@ -141,6 +161,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kKeyHeads == 1 ? 4 : (kKeyHea
   ChunkFactors& factors = shared.factors[warp];
   if (active) {
     const RawGates raw = load_gates(args.gates, chunk, head);
+    prefetch_ahead<kKeyDim>(args, warp);
     make_factors(factors, raw, args.gates, chunk, head, args.scale);
   }
   sync_block();  // the barrier exists
