@@ -38,16 +38,19 @@ struct StateTarget {
   int64_t value_stride;
 };
 
-// What one block works on: one value head of one segment, and kValueTiles blocks of 64 value columns. In shared memory,
-// since registers are short in the loops over the chunks; but the number of chunks is not: what a loop's end depends on
-// must be known to be uniform.
+// What one block works on: one value head of one segment, and kValueTiles blocks of 64 value columns.
+//
+// All of it must be known to the compiler as uniform, as what depends on the block index and on memory at uniform
+// addresses is, and votes and shared memory are not: otherwise the loops over chunks keep their state and the
+// descriptors of wgmma in vector registers (9% of the kernel, nvcc 13.0).
 struct Unit {
   int batch;
   int token;  // first, in its row of the batch
   int slot;   // first
   int head;
   int key_head;
-  int value;           // first column
+  int value;  // first column
+  int num_chunks;
   int tail_length;     // of the last chunk; 64 if it is full
   bool has_values;     // false: v counts as zero
   StateSource enters;  // of the head; `value` is the block's first row of it
@@ -84,7 +87,6 @@ struct ForwardShared {
   uint64_t empty[kStages];
   uint64_t scored[kScoreBuffers];
   uint64_t trimmed;
-  Unit unit;
 
   // Addresses in the shared window.
   struct Map {

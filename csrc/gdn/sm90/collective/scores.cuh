@@ -1,5 +1,6 @@
 // The warpgroup that feeds the consumers: it loads chunks by TMA, two ahead, and makes P = scale Q K^T o decay one
-// ahead.
+// ahead. It must be the faster side, so nothing of it waits for another of its warps but the product: loads are issued
+// behind that, and each warp hands its rows of P on by itself.
 #pragma once
 
 #include "gdn/sm90/collective/pipeline.cuh"
@@ -58,8 +59,6 @@ struct Feeder {
   const ForwardArgs& args;
   const Unit& unit;
   typename Shared::Map shared;
-  int num_chunks;
-  bool has_tail;  // the last chunk is not full
 
   // Zeroes the rows past the sequence's end, which hold tokens of the next one, in every tile of the stage.
   __device__ __forceinline__ void trim(int stage, int thread) const {
@@ -69,7 +68,7 @@ struct Feeder {
       const uint32_t rows = shared.stage(stage) + tile * kTileBytes + unit.tail_length * 128;
 #pragma unroll 1
       for (int i = thread; i < pieces; i += kWarpgroupThreads) {
-        asm volatile("st.shared.v4.u32 [%0], {%1,%1,%1,%1};" ::"r"(rows + 16 * i), "r"(0) : "memory");
+        clear_shared_vector(rows + 16 * i);
       }
     }
     fence_async_shared();
@@ -81,15 +80,16 @@ struct Feeder {
     const int thread = warpgroup_thread();
     const int lane = lane_id();
     const int warp = thread / 32;
-    const int n = num_chunks;
+    const int n = unit.num_chunks;
     const Loader<kKeyDim, kValueTiles, true> loader = {args, unit, shared};
+    if (thread == 0) {
+      for (int c = 0; c < kStages && c < n; ++c) loader.load(c, c);
+    }
     // Above the diagonal blocks the buffers stay zero.
     for (int i = thread; i < kScoreBuffers * kTileBytes / 16; i += kWarpgroupThreads) {
-      asm volatile("st.shared.v4.u32 [%0], {%1,%1,%1,%1};" ::"r"(shared.score(0) + 16 * i), "r"(0) : "memory");
+      clear_shared_vector(shared.score(0) + 16 * i);
     }
-    if (thread == 0) {
-      for (int c = 0; c < kStages - 1 && c < n; ++c) loader.load(c, c);
-    }
+    sync_named(static_cast<int>(NamedBarrier::kLoader), kWarpgroupThreads);
     const uint32_t operand = wgmma_operand(shared.base);
     const int row = warp * 16 + lane / 4;
     const int column = 2 * (lane & 3);
@@ -98,13 +98,11 @@ struct Feeder {
     int phase = 0;
 #pragma unroll 1
     for (int c = 0; c < n; ++c) {
-      // Uniform, and known to be so: otherwise each wgmma's descriptor goes through vector registers (9% of the
-      // kernel).
-      const uint32_t tiles = shuffle(operand + stage * static_cast<uint32_t>(sizeof(typename Shared::Stage) / 16), 0);
+      const uint32_t tiles = operand + stage * static_cast<uint32_t>(sizeof(typename Shared::Stage) / 16);
       const uint32_t factors = shared.factor(stage);
       const uint32_t target = shared.score(c & 1) + store_row;
       mbarrier_wait(shared.full_barrier(stage), phase);
-      if (c == n - 1 && has_tail) trim(stage, thread);
+      if (c == n - 1 && unit.tail_length < kRows) trim(stage, thread);
 
       float p[32];
       wgmma_fence();
@@ -122,6 +120,13 @@ struct Feeder {
       wgmma_commit();
       const float gamma0 = load_shared(factors + offsetof(ChunkFactors, gamma) + 4 * row) + args.log2_scale;
       const float gamma1 = load_shared(factors + offsetof(ChunkFactors, gamma) + 4 * row + 32) + args.log2_scale;
+      // Chunk c - 2 had this buffer of scores, and the stage that chunk c + 1 comes to.
+      static_assert(kStages == 3 && kScoreBuffers == 2);
+      const int next = stage == kStages - 1 ? 0 : stage + 1;
+      if (c >= 2) {
+        mbarrier_wait(shared.empty_barrier(next), ((c - 2) / kStages) & 1);
+        if (thread == 0 && c + 1 < n) loader.load(c + 1, next);
+      }
       wgmma_wait<0>();
       const auto gate = [&](int i, int j) {  // 8 columns from 8 i on; j: the block of 16 that they are in
         const int at = 8 * i + column;
@@ -138,11 +143,7 @@ struct Feeder {
         }
       };
       const auto first_row = [&](int r) {
-        uint32_t first;
-        asm volatile("ld.shared.u8 %0, [%1];"
-                     : "=r"(first)
-                     : "r"(factors + static_cast<uint32_t>(offsetof(ChunkFactors, first)) + r));
-        return static_cast<int>(first);
+        return load_shared_byte(factors + static_cast<uint32_t>(offsetof(ChunkFactors, first)) + r);
       };
       const bool restarts = first_row(kRows - 1) != 0;
 #pragma unroll
@@ -169,16 +170,8 @@ struct Feeder {
                     pack2<T>(p[8 * j + 6], p[8 * j + 7]) ^ args.scale_sign);
       }
       fence_async_shared();
-      sync_named(static_cast<int>(NamedBarrier::kLoader), kWarpgroupThreads);
-      if (thread == 0) {
-        mbarrier_arrive(shared.scored_barrier(c & 1));
-        const int ahead = c + kStages - 1;
-        const int next = stage == 0 ? kStages - 1 : stage - 1;  // the stage of chunk c - 1, and of chunk c + 2
-        if (c >= 1) mbarrier_wait(shared.empty_barrier(next), ((c - 1) / kStages) & 1);
-        if (ahead < n) loader.load(ahead, next);
-      }
-      // The scores of chunk c + 1 go where those of chunk c - 1 were: nobody goes on before these are read.
-      sync_named(static_cast<int>(NamedBarrier::kLoader), kWarpgroupThreads);
+      sync_warp();
+      if (lane == 0) mbarrier_arrive(shared.scored_barrier(c & 1));
       if (++stage == kStages) {
         stage = 0;
         phase ^= 1;
@@ -195,8 +188,6 @@ struct SummaryFeeder {
   const ForwardArgs& args;
   const Unit& unit;
   typename Shared::Map shared;
-  int num_chunks;
-  bool has_tail;  // the last chunk is not full
 
   __device__ __forceinline__ void run() const {
     const Loader<kKeyDim, kValueTiles, false> loader = {args, unit, shared};
@@ -204,8 +195,7 @@ struct SummaryFeeder {
 #pragma unroll 1
       for (int stage = 0; stage < kStages; ++stage) {
         for (int i = warpgroup_thread(); i < kValueTiles * kTileBytes / 16; i += kWarpgroupThreads) {
-          const uint32_t at = shared.stage(stage) + Shared::kV + 16 * i;
-          asm volatile("st.shared.v4.u32 [%0], {%1,%1,%1,%1};" ::"r"(at), "r"(0) : "memory");
+          clear_shared_vector(shared.stage(stage) + Shared::kV + 16 * i);
         }
       }
       sync_named(static_cast<int>(NamedBarrier::kLoader), kWarpgroupThreads);
@@ -214,7 +204,7 @@ struct SummaryFeeder {
     int stage = 0;
     int phase = 1;  // of the stages' release: nobody has to release them for the first round
 #pragma unroll 1
-    for (int c = 0; c < num_chunks; ++c) {
+    for (int c = 0; c < unit.num_chunks; ++c) {
       if (c >= kStages) mbarrier_wait(shared.empty_barrier(stage), phase);
       loader.load(c, stage);
       if (++stage == kStages) {

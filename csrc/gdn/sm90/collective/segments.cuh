@@ -13,7 +13,8 @@ struct Segmentation {
 
   __host__ __device__ int64_t per_row() const {
     const int64_t slots = sequences.slots_per_row;
-    return chunks == 0 || slots == 0 ? 1 : (slots + chunks - 1) / chunks;
+    if (chunks == 0 || slots == 0) return 1;
+    return static_cast<uint32_t>(slots + chunks - 1) / static_cast<uint32_t>(chunks);
   }
   __host__ __device__ int64_t num_places() const {
     if (sequences.offsets == nullptr) return sequences.num_sequences * per_row();
@@ -43,24 +44,27 @@ struct Segment {
   bool is_last;
 };
 
-// Finds the segment of a place; false if it is empty. All lanes of the warp must call.
+// Finds the segment of a place; false if it is empty.
 __device__ __forceinline__ bool find_segment(const Segmentation& table, int64_t place, Segment& segment) {
   int64_t index;
   if (table.sequences.offsets == nullptr) {
-    const int64_t per_row = table.per_row();
-    segment.sequence = place / per_row;
+    // Places number less than 2^32, as blocks do; a 64-bit division is a call.
+    const auto per_row = static_cast<uint32_t>(table.per_row());
+    segment.sequence = static_cast<uint32_t>(place) / per_row;
     index = place - segment.sequence * per_row;
   } else {
-    // The last sequence whose first place is at or before this one: 32 probes a round.
-    int64_t low = 0;
-    int64_t count = table.sequences.num_sequences;
+    // The last sequence whose first place is at or before this one. By every thread alike, without a vote: the compiler
+    // then knows that what follows is uniform, loops over chunks among it.
+    int64_t low = table.chunks == 0 ? place : 0;
+    int64_t count = table.chunks == 0 ? 1 : table.sequences.num_sequences;
     while (count > 1) {
-      const int64_t step = (count + 31) / 32;
-      const int64_t probe = lane_id() * step;
-      const bool reached = probe < count && table.first_place(low + probe) <= place;
-      const int last = 31 - __clz(static_cast<int>(ballot(reached) | 1u));
-      low += last * step;
-      count = count - last * step < step ? count - last * step : step;
+      const int64_t half = count / 2;
+      if (table.first_place(low + half) <= place) {
+        low += half;
+        count -= half;
+      } else {
+        count = half;
+      }
     }
     segment.sequence = low;
     index = place - table.first_place(low);
@@ -98,6 +102,13 @@ struct LookBack {
   bool from_start;
 };
 
+// The same, known to the compiler as uniform (see Unit), which what votes and shuffles give is not.
+__device__ __forceinline__ LookBack uniform(const LookBack& back) {
+  const unsigned bits = (back.forgets ? 1u : 0u) | (back.from_start ? 2u : 0u);
+  const unsigned all = warp_max(static_cast<unsigned>(back.chunks) << 2 | bits);
+  return {static_cast<int>(all >> 2), (all & 1) != 0, (all & 2) != 0};
+}
+
 // factors: of the last chunk before the boundary; the one before lies `stride` in front. The bound is rigorous: a
 // chunk's transition has at most the norm 2^log2_norm. All lanes of the warp must call.
 __device__ __forceinline__ LookBack look_back(const ChunkFactors* factors, int64_t stride, int64_t available,
@@ -109,10 +120,10 @@ __device__ __forceinline__ LookBack look_back(const ChunkFactors* factors, int64
     const float mine = back < count ? factors[-back * stride].log2_norm : 0.0f;
     const float sum = after + warp_inclusive_scan(mine);
     const unsigned forgotten = ballot(back < count && sum <= kForgotten);
-    if (forgotten != 0) return {done + __ffs(static_cast<int>(forgotten)), true, false};
+    if (forgotten != 0) return uniform({done + __ffs(static_cast<int>(forgotten)), true, false});
     after = shuffle(sum, 31);
   }
-  return {count, false, available <= limit};
+  return uniform({count, false, available <= limit});
 }
 
 }  // namespace cula::gdn::sm90

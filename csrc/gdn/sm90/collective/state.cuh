@@ -18,13 +18,13 @@ struct StateConsumer {
   static constexpr int kStateRegisters = kKeyDim / 2;
   // With two warpgroups, one is in U .. V'' while the other is in S .. O: 5% faster than running freely.
   static constexpr bool kTurns = kValueTiles == 2;
+  // S' Q' runs behind V'' where registers allow it (218 of them): its scaling then hides behind the state's update.
+  static constexpr bool kEarlyOutput = kOutput && kValueTiles == 1;
 
   const ForwardArgs& args;
   const Unit& unit;
   typename Shared::Map shared;
-  int num_chunks;
-  bool has_tail;  // the last chunk is not full
-  int tile;       // of the value columns: the index of the warpgroup
+  int tile;  // of the value columns: the index of the warpgroup
 
   __device__ __forceinline__ void sync_group() const {
     if (tile == 0) {
@@ -120,17 +120,14 @@ struct StateConsumer {
 
   // Rows of the last chunk that has fewer than 64, from the tile of shared memory.
   __device__ __forceinline__ void store_tail() const {
-    const int64_t token = unit.token + static_cast<int64_t>(num_chunks - 1) * kRows;
+    const int64_t token = unit.token + static_cast<int64_t>(unit.num_chunks - 1) * kRows;
     const int piece = static_cast<int>(threadIdx.x) & 7;
     T* out =
         static_cast<T*>(args.o.data) + args.o.offset(unit.batch, token, unit.head) + unit.value + 64 * tile + 8 * piece;
 #pragma unroll 1
     for (int row = warpgroup_thread() / 8; row < unit.tail_length; row += kWarpgroupThreads / 8) {
-      uint4 x;
-      asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-                   : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                   : "r"(shared.output(tile) + swizzled(row, piece)));
-      *reinterpret_cast<uint4*>(out + row * args.o.stride[1]) = x;
+      *reinterpret_cast<uint4*>(out + row * args.o.stride[1]) =
+          load_shared_vector(shared.output(tile) + swizzled(row, piece));
     }
   }
 
@@ -138,8 +135,7 @@ struct StateConsumer {
     const int lane = lane_id();
     const int warp = warpgroup_thread() / 32;
     const bool leader = warpgroup_thread() == 0;
-    const int n = num_chunks;
-    const BoxOrigin origin = {unit.value + 64 * tile, unit.head, unit.token, unit.batch};
+    const int n = unit.num_chunks;
     const uint32_t operand = wgmma_operand(shared.base);
     const uint32_t score_operand = wgmma_operand(shared.score(0));
     // K as a transposed operand wider than one tile.
@@ -179,7 +175,7 @@ struct StateConsumer {
       fence_async_shared();
       sync_group();
       if (leader && c >= 0) {
-        tma_store(args.maps.o, {origin.column, origin.head, origin.token + c * kRows, origin.batch},
+        tma_store(args.maps.o, {unit.value + 64 * tile, unit.head, unit.token + c * kRows, unit.batch},
                   shared.output(tile));
         tma_store_commit();
       }
@@ -201,9 +197,7 @@ struct StateConsumer {
 
 #pragma unroll 1
     for (int c = 0; c < n; ++c) {
-      // Uniform, and known to be so: otherwise each wgmma's descriptor goes through vector registers (9% of the
-      // kernel).
-      const uint32_t tiles = shuffle(operand + stage * static_cast<uint32_t>(sizeof(typename Shared::Stage) / 16), 0);
+      const uint32_t tiles = operand + stage * static_cast<uint32_t>(sizeof(typename Shared::Stage) / 16);
       const uint32_t factors = shared.factor(stage) + 8 * (lane & 3);
       uint32_t w[16];
       uint32_t x[16];
@@ -214,7 +208,7 @@ struct StateConsumer {
         for (int j = 0; j < 8; ++j) f[j] = load_shared_pair(factors + static_cast<uint32_t>(which) + 32 * j);
       };
       mbarrier_wait(shared.full_barrier(stage), phase);
-      if (kOutput && has_tail && c == n - 1) mbarrier_wait(shared.trimmed_barrier(), 0);
+      if (kOutput && c == n - 1 && unit.tail_length < kRows) mbarrier_wait(shared.trimmed_barrier(), 0);
       wait_turn();
 
       wgmma_fence();
@@ -223,11 +217,8 @@ struct StateConsumer {
       if constexpr (kOutput) put_output(c - 1);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        uint32_t(&v)[4] = reinterpret_cast<uint32_t(&)[4]>(x[4 * j]);
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
-                     : "r"(shared.stage(stage) + Shared::kV + tile * kTileBytes + value_at + j * 2048)
-                     : "memory");
+        ldmatrix_x4_trans(reinterpret_cast<uint32_t(&)[4]>(x[4 * j]),
+                          shared.stage(stage) + Shared::kV + tile * kTileBytes + value_at + j * 2048);
       }
       load_factors(b, offsetof(ChunkFactors, beta));
       load_factors(e, offsetof(ChunkFactors, beta_decay));
@@ -243,13 +234,17 @@ struct StateConsumer {
       wgmma_fence();
       multiply(u, w, tiles, Shared::kA, kTokenSteps);  // V'' = W' A'
       wgmma_commit();
+      if constexpr (kEarlyOutput) {
+        multiply(o, s_operand, tiles, Shared::kQ, kKeySteps);  // O' = S' Q', the state before the update
+        wgmma_commit();
+      }
       pass_turn();
       const float chunk_decay = load_shared(shared.factor(stage) + offsetof(ChunkFactors, chunk_decay));
       load_factors(b, offsetof(ChunkFactors, to_end));
       if constexpr (kOutput) send_output(c - 1);
 #pragma unroll
       for (int i = 0; i < kStateRegisters; ++i) s[i] *= chunk_decay;
-      wgmma_wait<0>();  // V''
+      wgmma_wait<kEarlyOutput ? 1 : 0>();  // V''
 
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
@@ -271,10 +266,12 @@ struct StateConsumer {
       }
       wgmma_commit();
       if constexpr (kOutput) {
-        multiply(o, s_operand, tiles, Shared::kQ, kKeySteps);  // O' = S' Q', the state before the update
-        wgmma_commit();
+        if constexpr (!kEarlyOutput) {
+          multiply(o, s_operand, tiles, Shared::kQ, kKeySteps);
+          wgmma_commit();
+        }
         load_factors(e, offsetof(ChunkFactors, out_decay));
-        wgmma_wait<0>();  // S, O
+        wgmma_wait<kEarlyOutput ? 1 : 0>();  // O, or S and O
         mbarrier_wait(shared.scored_barrier(c & 1), (c >> 1) & 1);
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
@@ -293,6 +290,7 @@ struct StateConsumer {
         wgmma_wait<0>();  // S
         if (lane == 0) mbarrier_arrive(shared.empty_barrier(stage));
       }
+      if constexpr (kEarlyOutput) wgmma_wait<1>();  // S
 #pragma unroll
       for (int i = 0; i < kStateRegisters / 2; ++i) s_operand[i] = pack_operand<T>(s[2 * i], s[2 * i + 1]);
       if constexpr (kOutput) {
@@ -314,7 +312,7 @@ struct StateConsumer {
     if constexpr (kOutput) {
       if (n > 0) {
         put_output(n - 1);
-        if (!has_tail) {
+        if (unit.tail_length == kRows) {
           send_output(n - 1);
         } else {
           sync_group();

@@ -42,6 +42,7 @@ __device__ __forceinline__ Unit make_unit(const ForwardArgs& args, const Segment
   unit.head = head;
   unit.key_head = static_cast<int>(head / args.group);
   unit.value = value;
+  unit.num_chunks = segment.num_chunks;
   unit.tail_length = segment.tail_length;
   unit.has_values = true;
   unit.enters = {};
@@ -70,16 +71,14 @@ __device__ __forceinline__ StateTarget final_state(const ForwardArgs& args, int6
 }
 
 template <class Shared>
-__device__ __forceinline__ typename Shared::Map init_shared(void* memory, const Unit& unit, int consumers,
-                                                            int arrivals) {
+__device__ __forceinline__ typename Shared::Map init_shared(void* memory, int consumers, int arrivals) {
   const typename Shared::Map shared = {shared_address(memory)};
   if (threadIdx.x == 0) {
-    static_cast<Shared*>(memory)->unit = unit;
     for (int s = 0; s < kStages; ++s) {
       mbarrier_init(shared.full_barrier(s), 1);
       mbarrier_init(shared.empty_barrier(s), consumers * arrivals);
     }
-    for (int b = 0; b < kScoreBuffers; ++b) mbarrier_init(shared.scored_barrier(b), 1);
+    for (int b = 0; b < kScoreBuffers; ++b) mbarrier_init(shared.scored_barrier(b), kWarpgroupThreads / 32);
     mbarrier_init(shared.trimmed_barrier(), 1);
     mbarrier_init_fence();
   }
@@ -91,7 +90,6 @@ template <class T, int kKeyDim, int kValueTiles, bool kCheckpoints>
 __global__ void __launch_bounds__(kForwardThreads<kValueTiles>, 1)
     forward_kernel(const __grid_constant__ ForwardArgs args) {
   using Shared = ForwardShared<kKeyDim, kValueTiles, true>;
-  extern __shared__ __align__(1024) unsigned char forward_shared[];
 
   // Blocks: places, value heads, parts of the value columns, these fastest.
   const int parts = args.value_dim / (64 * kValueTiles);
@@ -121,21 +119,15 @@ __global__ void __launch_bounds__(kForwardThreads<kValueTiles>, 1)
   }
   if (segment.is_last) unit.leaves = final_state(args, segment.sequence, head);
 
-  const auto shared = init_shared<Shared>(forward_shared, unit, kValueTiles, 1);
-  // One consumer has registers for it.
-  const Unit& kept_unit = kValueTiles == 1 ? unit : reinterpret_cast<const Shared*>(forward_shared)->unit;
-  // With checkpoints two consumers are short of the register that keeps it.
-  const Unit& tail_of = kCheckpoints ? kept_unit : unit;
+  const auto shared = init_shared<Shared>(swizzled_shared_memory(), kValueTiles, 1);
   const int group = warpgroup_id();
   wait_for_previous();
   if (group == kValueTiles) {
     if constexpr (kValueTiles == 2) release_registers<kFeederRegisters<kKeyDim>>();
-    Feeder<T, kKeyDim, kValueTiles>{args, kept_unit, shared, segment.num_chunks, tail_of.tail_length < kRows}.run();
+    Feeder<T, kKeyDim, kValueTiles>{args, unit, shared}.run();
   } else {
     if constexpr (kValueTiles == 2) acquire_registers<kConsumerRegisters<kKeyDim>>();
-    StateConsumer<T, kKeyDim, kValueTiles, true, kCheckpoints>{
-        args, kept_unit, shared, segment.num_chunks, tail_of.tail_length < kRows, group}
-        .run();
+    StateConsumer<T, kKeyDim, kValueTiles, true, kCheckpoints>{args, unit, shared, group}.run();
   }
 }
 
@@ -147,7 +139,6 @@ template <class T, int kKeyDim>
 __global__ void __launch_bounds__(kForwardThreads<kSummaryTiles>, 1)
     summary_kernel(const __grid_constant__ ForwardArgs args) {
   using Shared = ForwardShared<kKeyDim, kSummaryTiles, false>;
-  extern __shared__ __align__(1024) unsigned char forward_shared[];
 
   const int heads = static_cast<int>(args.value_heads);
   const int units = static_cast<int>(args.segments.num_places()) * heads;
@@ -177,19 +168,19 @@ __global__ void __launch_bounds__(kForwardThreads<kSummaryTiles>, 1)
     unit.slot += skipped;
     if (back.from_start) unit.enters = initial_state(args, segment.sequence, head);
   }
-  const int num_chunks = independent ? back.chunks : segment.num_chunks;
+  if (independent) unit.num_chunks = back.chunks;
   unit.has_values = !transition;
   unit.enters.identity = transition;
   float* target = transition ? args.transitions + dense_state(unit_index, kKeyDim, kKeyDim)
                              : args.states + dense_state(unit_index, args.value_dim, kKeyDim);
   unit.leaves = {target, DType::kFloat32, 1, kKeyDim};
 
-  const auto shared = init_shared<Shared>(forward_shared, unit, kSummaryTiles, kWarpgroupThreads / 32);
+  const auto shared = init_shared<Shared>(swizzled_shared_memory(), kSummaryTiles, kWarpgroupThreads / 32);
   const int group = warpgroup_id();
   if (group == kSummaryTiles) {
-    SummaryFeeder<kKeyDim, kSummaryTiles>{args, unit, shared, num_chunks, false}.run();
+    SummaryFeeder<kKeyDim, kSummaryTiles>{args, unit, shared}.run();
   } else {
-    StateConsumer<T, kKeyDim, kSummaryTiles, false, false>{args, unit, shared, num_chunks, false, group}.run();
+    StateConsumer<T, kKeyDim, kSummaryTiles, false, false>{args, unit, shared, group}.run();
   }
 }
 
