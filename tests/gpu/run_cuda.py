@@ -35,6 +35,7 @@ GROUPS = [
     "bits",
     "pool",
     "checkpoints",
+    "masks",
 ]
 GROUP_LIMIT_S = 100
 
