@@ -20,8 +20,9 @@ from collections.abc import Callable
 import torch
 from harness import pools
 from harness.checks import BF16, FP16, NAMES, against_baseline, bits, guarded
+from harness.chunked import chunked
 from harness.library import Library, Shape, Tensor
-from harness.reference import INFINITY, Options, error, make_inputs, recurrence, to_device
+from harness.reference import INFINITY, TOLERANCE, Options, error, make_inputs, recurrence, to_device
 from harness.runner import Runner
 from harness.timing import milliseconds
 
@@ -122,6 +123,24 @@ def long_sequence(run: Runner) -> None:
             run.library.backend = "sm90"
         errors = {"o": (error(o, expected_o), 1e-2), "ht": (error(ht, expected_ht), 1e-2)}
         run.report(f"long sequence, gates / {1 / gate_scale:g}", errors)
+
+
+def long_errors(run: Runner) -> None:
+    """Against float64 in chunks: up to 131072 tokens, from strong to hardly any decay, beta up to 2."""
+    for T, gate_scale in itertools.product((8192, 131072), (8.0, 1 / 16, 1 / 1024)):
+        shape = Shape(BF16, T=T, H=1, HV=2, K=128, V=128)
+        t = to_device(make_inputs(shape, Options(gate_scale=gate_scale)), run.device)
+        t["beta"] = 2 * t["beta"]
+        o, ht = run.forward(shape, Options(), t)
+        assert ht is not None
+        heads = {name: x[0].double() for name, x in t.items()}
+        q, k = (heads[name].expand(-1, shape.HV, -1) for name in ("q", "k"))
+        exact = chunked(q, k, heads["v"], heads["g"], heads["beta"], heads["h0"], shape.K**-0.5)
+        errors = {"o": error(o[0], exact[0]), "ht": error(ht[0], exact[1])}
+        run.report(
+            f"{T} tokens, gates * {gate_scale:g}, beta up to 2",
+            {name: (value, TOLERANCE[BF16]) for name, value in errors.items()},
+        )
 
 
 def emulated(run: Runner) -> None:
@@ -315,6 +334,10 @@ def timings(run: Runner, kernels: bool, json_path: pathlib.Path | None) -> None:
     rows = []
     product = 1.0
     for H, HV, B, T, peers in TIMED:
+        # The larger of the tensor work at 680 TFLOP/s and of the bytes of q, k, v, o and the states at 4.3 TB/s.
+        work = B * T / 64 * HV * 9.4e6 / 680e12
+        moved = B * (T * 2 * 128 * 2 * (H + HV) + 2 * HV * 128 * 128 * 4) / 4.3e12
+        bound = 1e3 * max(work, moved)
         shape = Shape(BF16, B=B, T=T, H=H, HV=HV, K=128, V=128)
         generator = torch.Generator(device="cuda").manual_seed(0)
 
@@ -333,7 +356,8 @@ def timings(run: Runner, kernels: bool, json_path: pathlib.Path | None) -> None:
         ratio = min(peers) / taken
         product *= ratio
         how = next(line for line in run.library.describe(shape).splitlines() if "thread blocks" in line)
-        line = f"time {H}/{HV} {B}x{T}: {taken:.4f} ms, best peer {min(peers):.3f}, ratio {ratio:.2f};{how}"
+        line = f"time {H}/{HV} {B}x{T}: {taken:.4f} ms, best peer {min(peers):.3f}, ratio {ratio:.2f}, "
+        line += f"{bound / taken:.0%} of the bound;{how}"
         print(line, flush=True)
         rows.append({
             "direction": "forward", "heads": f"{H}/{HV}", "dims": "128/128", "lengths": f"{B}x{T}",
@@ -469,6 +493,7 @@ def main() -> int:
         guarded(run, "segments", segments)
         guarded(run, "hidden tokens", hidden_tokens)
         guarded(run, "long sequence", long_sequence)
+        guarded(run, "long errors", long_errors)
         guarded(run, "windows", windows)
         guarded(run, "windows and segments of few tokens", emulated_segments)
         guarded(run, "gate gradients", gate_gradients)
