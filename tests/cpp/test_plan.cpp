@@ -78,6 +78,13 @@ TEST(Plan, RangesOfPackedSequences) {
   }
 }
 
+// Only a backend that hands tensors to another one needs more for some.
+TEST(Plan, BackwardWorkspaceForTensors) {
+  const gdn::Plan plan = gdn::Plan::make(problem_of(1, 200));
+  EXPECT_GT(plan.backward_workspace_bytes(), 0u);
+  EXPECT_EQ(plan.backward_workspace_bytes(gdn::BackwardTensors{}), plan.backward_workspace_bytes());
+}
+
 TEST(Plan, Scale) {
   gdn::Problem problem = problem_of(1, 10);
   EXPECT_DOUBLE_EQ(gdn::Plan::make(problem).scale(), 0.125);

@@ -21,7 +21,7 @@ import torch
 from harness import pools
 from harness.checks import BF16, FP16, NAMES, against_baseline, bits, guarded
 from harness.chunked import chunked
-from harness.library import Library, Shape, Tensor
+from harness.library import Library, LibraryError, Shape, Tensor
 from harness.reference import INFINITY, TOLERANCE, Options, error, make_inputs, recurrence, to_device
 from harness.runner import Runner
 from harness.timing import milliseconds
@@ -161,6 +161,7 @@ def emulated(run: Runner) -> None:
     run.operator("emulated fp16", Shape(FP16, B=2, T=300, H=2, HV=2, K=64, V=64))
     run.operator("emulated no tokens", Shape(BF16, T=0, K=128, V=128))
     no_sequences(run)
+    small_workspace(run)
     run.operator("emulated strong gates", Shape(BF16, T=128, K=128, V=128), Options(gate_scale=100.0))
     run.operator("emulated gate -20", Shape(BF16, T=128, K=128, V=128), Options(constant_gate=-20.0))
 
@@ -243,6 +244,31 @@ def no_sequences(run: Runner) -> None:
     run.forward(shape, Options(), t, saved=saved)
     gradients = run.backward(shape, Options(), t, saved)
     run.report(name, {f"d{key}": (error(x, torch.zeros_like(x)), 0.0) for key, x in gradients.items()})
+
+
+def small_workspace(run: Runner) -> None:
+    """Operands for the general kernels with the workspace of others: an error that names one."""
+    name = "workspace too small for unaligned operands"
+    if not run.wanted(name):
+        return
+    shape = Shape(BF16, T=300, H=1, HV=2, K=64, V=64)
+    t = to_device(make_inputs(shape, Options(unaligned=True)), run.device)
+    saved = run.saved(shape)
+    run.forward(shape, Options(), t, saved=saved)
+    library = run.library.lib
+    exact = library.cula_backward_workspace
+    library.cula_backward_workspace = lambda plan, _: library.cula_workspace(plan, 2)
+    text = "no error"
+    try:
+        run.backward(shape, Options(), t, saved)
+    except LibraryError as raised:
+        text = str(raised)
+    finally:
+        library.cula_backward_workspace = exact
+    wanted = ("ValueError", "workspace: expected", "q is not of the problem's type with rows and base aligned")
+    missing = [part for part in wanted if part not in text]
+    run.report(name, dict.fromkeys(missing, (INFINITY, 0.0)) or {"as expected": (0.0, 0.0)})
+    run.operator("unaligned operands", shape, Options(unaligned=True))
 
 
 def overflow(run: Runner) -> None:
@@ -499,6 +525,7 @@ def main() -> int:
         guarded(run, "gate gradients", gate_gradients)
         guarded(run, "overflow", overflow)
         guarded(run, "no sequences", no_sequences)
+        guarded(run, "workspace", small_workspace)
         print(
             f"{run.count - len(run.failures)} of {run.count} checks passed in {time.time() - start:.0f} s", flush=True
         )
