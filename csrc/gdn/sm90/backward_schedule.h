@@ -45,8 +45,8 @@ struct BackwardCosts {
   // Chunks that a summary goes through, as in the forward (schedule.h).
   int64_t remembered_chunks = 28;
   int64_t shortest_segment = 8;  // chunks
-  // Inputs that need less run in one window; windows of others hold 9/16 of their slots at most, and never more than the
-  // second figure.
+  // Inputs that need less run in one window; windows of others hold 9/16 of their slots at most, and never more than
+  // the second figure.
   int64_t small_bytes = int64_t{400} << 20;
   int64_t window_bytes = int64_t{864} << 20;
 };
