@@ -11,8 +11,6 @@
 // members of a group rely on it. There the chunks may be fewer: those that the state behind the sequence still shows.
 #pragma once
 
-#include <type_traits>
-
 #include "gdn/cuda/collective/scan.cuh"
 
 namespace cula::gdn::cuda {
@@ -227,8 +225,8 @@ __global__ void __launch_bounds__(Team::kThreads, (kForwardResidency<T, kKeyDim,
   const int key = key_part * kKeys;
   [[maybe_unused]] float* pair_partial = partial + row_block * Shared::kPartialFloats;
   ScanConsumer<Team> consumer(segment.num_chunks, args.pipeline);
-  const auto advance_chunk = [&](auto precision) {
-    constexpr Precision kPrecision = decltype(precision)::value;
+  const bool doubled = kSummary && of_map && args.of_sequences;
+  for (; consumer.left() > 0; consumer.release_chunk()) {
     const SharedChunk& chunk = chunks[consumer.stage()];
     if constexpr (kResult == ScanResult::kStates) {
       store_state_blocks<T, kKeyDim, kKeys>(s, static_cast<T*>(args.states) + state_at, {0, 0, key, value, 0, 0});
@@ -238,12 +236,20 @@ __global__ void __launch_bounds__(Team::kThreads, (kForwardResidency<T, kKeyDim,
 
     TokenColumns w;
     clear(w);
-    multiply_state<T, kP, kKeys, kPrecision>(w, s, chunk.k.data, key);
+    if (doubled) {
+      multiply_state<T, kP, kKeys, Precision::kDouble>(w, s, chunk.k.data, key);
+    } else {
+      multiply_state<T, kP, kKeys>(w, s, chunk.k.data, key);
+    }
     if constexpr (kSplit > 1) exchange_partials<Team>(pair_partial, w, key_part, row_block);
     take_residual<T, kValuePitch>(w, chunk.v.data, opaque(tile_value), chunk.factors[0], chunk.factors[2]);
     TokenColumns v;
     clear(v);
-    multiply_lower<T, kPrecision>(v, w, chunk.A.data);
+    if (doubled) {
+      multiply_lower<T, Precision::kDouble>(v, w, chunk.A.data);
+    } else {
+      multiply_lower<T>(v, w, chunk.A.data);
+    }
 
     if constexpr (kResult == ScanResult::kStates) {
       if (key_part == 0) store_columns<T>(v, args.residual, result_at, chunk.rows, value_dim - value);
@@ -287,7 +293,11 @@ __global__ void __launch_bounds__(Team::kThreads, (kForwardResidency<T, kKeyDim,
     // S <- chunk_decay S + K^T (to_end V')
     scale(s, chunk.factors[0][chunk.rows - 1]);
     scale_columns(v, chunk.factors[1]);
-    update_state<T, kP, kKeys, kPrecision>(s, v, chunk.k.data, key);
+    if (doubled) {
+      update_state<T, kP, kKeys, Precision::kDouble>(s, v, chunk.k.data, key);
+    } else {
+      update_state<T, kP, kKeys>(s, v, chunk.k.data, key);
+    }
     if constexpr (kCheckpoints) {
       if (chunk.checkpoint >= 0) {
         // As behind the loop.
@@ -297,15 +307,7 @@ __global__ void __launch_bounds__(Team::kThreads, (kForwardResidency<T, kKeyDim,
       }
     }
     result_at += args.sequences.chunk_size * result.stride[1];
-  };
-  constexpr std::integral_constant<Precision, Precision::kRounded> kRounded;
-  if constexpr (kSummary) {
-    constexpr std::integral_constant<Precision, Precision::kDouble> kDouble;
-    if (of_map && args.of_sequences) {
-      for (; consumer.left() > 0; consumer.release_chunk()) advance_chunk(kDouble);
-    }
   }
-  for (; consumer.left() > 0; consumer.release_chunk()) advance_chunk(kRounded);
 
   // Found again rather than kept through the loop.
   ScanUnit again;
