@@ -64,7 +64,7 @@ endfunction()
 # The forward scan fills its registers: at its usual eagerness (5) ptxas (13.0) hoists so much that it spills an address,
 # in these types.
 set(forward_scans ${cuda_sources})
-list(FILTER forward_scans INCLUDE REGEX "instantiations/forward_scan_(bf16|fp32)")
+list(FILTER forward_scans INCLUDE REGEX "instantiations/(forward|checkpointed)_scan_(bf16|fp32)")
 set_source_files_properties(${forward_scans} PROPERTIES COMPILE_OPTIONS "-Xptxas=--register-usage-level=3")
 cula_add_gpu_library(cula_gdn_cuda "${cuda_gencode}" ${cuda_sources})
 list(APPEND core_objects $<TARGET_OBJECTS:cula_gdn_cuda>)
