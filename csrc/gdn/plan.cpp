@@ -160,8 +160,8 @@ std::string Plan::describe() const {
                    choose_summary_schedule(sizes, false).value_block(), " backward");
   }
   if (backend_ == Backend::kSm90) {
-    text += concat("\n  forward: ", sm90::choose_schedule(*this).describe(), "\n  backward: ",
-                   sm90::choose_backward_schedule(*this).describe(),
+    text += concat("\n  forward: ", sm90::choose_schedule(*this).describe(),
+                   "\n  backward: ", sm90::choose_backward_schedule(*this).describe(),
                    "\n  stages intra, recompute_w_u, fwd_h, fwd_o, dv_local, dhu, dqkwg and wy backward: backend sm90",
                    "\n  other stages, decoding, and operands whose rows are not aligned to 16 bytes: backend cuda");
   }
