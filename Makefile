@@ -113,6 +113,7 @@ sanitize-gpu: $(gpu_library)
 
 exchange-gpu: build
 	$(gpu_package) $(GPU_PYTHON) tests/gpu/fla_exchange.py $(GPU_ARGS)
+	$(gpu_package) $(GPU_PYTHON) tests/gpu/fla_group.py
 
 bench: $(VENV)/.package
 	$(bin)/python benchmarks/bench_cpu.py --json out/bench_cpu.json --page docs/results/cpu.md \

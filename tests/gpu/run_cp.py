@@ -3,7 +3,7 @@
     python run_cp.py --library build/libcula_gdn_test.so [--only NAME] [--no-timing | --no-checks] [--fla]
     python run_cp.py --library libemulated.so --emulated     the kernels' checks, on the CPU
 
---fla needs flash-linear-attention 0.6.0 and Triton: a group of its ranks and ours, and its times in the same run. The
+--fla needs flash-linear-attention 0.6.0 and Triton: its times in the same run (fla_group.py checks groups of both). The
 checks of ranks need the Python package of the same build. Prints one line a check and ends with a status other than 0
 if any failed.
 """
@@ -194,7 +194,7 @@ def group_of_one(run: Runner) -> None:
         run.fail("nccl, a group of one", exception)
 
 
-# A group of both ----------------------------------------------------------------------------------------------------
+# FLA ----------------------------------------------------------------------------------------------------------------
 
 
 def fla_operands(t: Tensors) -> Tensors:
@@ -222,65 +222,6 @@ def keep_few_configurations() -> None:
         tuner.configs = [x for x in tuner.configs if x.num_stages in stages and x.num_warps in warps]
 
 
-def mixed_group(run: Runner) -> None:
-    """Payloads of flash-linear-attention and of ours in one chain, merged by either, in both directions."""
-    if not run.wanted("mixed"):
-        return
-    from fla.ops.cp.chunk_bwd import chunk_cp_bwd_dh
-    from fla.ops.cp.chunk_fwd import chunk_cp_fwd_h
-    from fla.ops.cp.chunk_merge import chunk_cp_merge
-
-    from cula.gdn.autograd_cp import _merge
-
-    ranks, tokens, HV, K = 4, 1024, 32, 128
-    for gate_scale in (1 / 256, 1 / 1024):
-        name = f"mixed group, gates * 1/{round(1 / gate_scale)}"
-        try:
-            stream = make_stream(ranks * tokens, 16, HV, gate_scale)
-            shape = Shape(torch.bfloat16, T=tokens, H=16, HV=HV, K=K, V=K)
-            options = (None, 64, False, False, False, False, False, "auto")
-            ours, theirs = [], []
-            for rank in range(ranks):
-                t = {key: x[:, rank * tokens : (rank + 1) * tokens].contiguous() for key, x in stream.items()}
-                forward, backward = summaries(run, shape, t)
-                ours.append((forward, backward))
-                x = fla_operands(t)
-                ends = torch.tensor([0, tokens], device="cuda", dtype=torch.int32)
-                hm, dhm = (torch.zeros(HV, K, 2 * K, device="cuda") for _ in range(2))
-                chunk_cp_fwd_h(k=t["k"], w=x["w"], u=x["u"], hm=hm, g=x["gamma"], cu_seqlens=ends)
-                chunk_cp_bwd_dh(
-                    q=t["q"], k=t["k"], w=x["w"], do=t["do"], dv=x["dv"], dhm=dhm, g=x["gamma"], scale=K**-0.5,
-                    cu_seqlens=ends,
-                )  # fmt: skip
-                theirs.append((hm, dhm))
-            errors: dict[str, tuple[float, float]] = {}
-            for direction in (0, 1):
-                label = "d" if direction else ""
-                chains = {
-                    "ours": [x[direction] for x in ours],
-                    "fla": [x[direction] for x in theirs],
-                    "mixed": [(ours if rank % 2 else theirs)[rank][direction] for rank in range(ranks)],
-                }
-                # The state that enters the last rank; the gradient of the state that leaves the first.
-                order = list(range(ranks - 1, 0, -1)) if direction else list(range(ranks - 1))
-                exact = torch.zeros(HV, K, K, device="cuda", dtype=torch.float64)
-                for n in order:
-                    exact = chains["fla"][n][..., K:].double() @ exact + chains["fla"][n][..., :K].double()
-                for who, chain in chains.items():
-                    gathered = torch.stack(chain)
-                    by_us = _merge(gathered, order, options)[0]
-                    by_them = torch.zeros(HV, K, K, device="cuda")
-                    chunk_cp_merge(
-                        h=by_them, ag_hm=gathered, num_ranks=ranks - 1, rank=0 if direction else ranks - 1,
-                        forward=not direction,
-                    )  # fmt: skip
-                    errors[f"{label}S {who}"] = error(by_us, exact), 1e-2
-                    errors[f"{label}merges {who}"] = error(by_them, by_us), 1e-5
-            run.report(name, errors)
-        except Exception as exception:
-            run.fail(name, exception)
-
-
 # Timing -------------------------------------------------------------------------------------------------------------
 
 
@@ -306,21 +247,6 @@ def summary_calls(run: Runner, plan: int, shape: Shape, t: Tensors, saved: list[
             kind=6,
         ),
     }  # fmt: skip
-
-
-def summaries(run: Runner, shape: Shape, t: Tensors) -> tuple[Tensor, Tensor]:
-    saved = saved_tensors(shape)
-    o = torch.empty_like(t["v"])
-    run.library.run(
-        "cp_prepare", shape, [*(t[x] for x in ("q", "k", "v", "g", "beta")), None, None, None, o, None, *saved, None],
-        kind=3,
-    )  # fmt: skip
-    plan = run.library.plan(shape)
-    calls = summary_calls(run, plan, shape, t, saved)
-    calls["summarize"]()
-    calls["summarize_adjoint"]()
-    run.library.lib.cula_free_plan(plan)
-    return calls["forward"][0], calls["backward"][0]
 
 
 def our_times(run: Runner, shape: Shape, t: Tensors, ranks: int) -> dict[str, float]:
@@ -509,8 +435,6 @@ def main() -> int:
         result["accuracy"] = ranks_equal_one(run)
         flags_and_types(run)
         group_of_one(run)
-        if arguments.fla:
-            mixed_group(run)
     result["checks"] = f"{run.count - len(run.failures)} of {run.count}"
     print(f"{result['checks']} checks passed in {time.time() - start:.0f} s", flush=True)
     for failure in run.failures:
