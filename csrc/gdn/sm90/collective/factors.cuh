@@ -1,6 +1,7 @@
 // What the gates of a chunk do to its rows: made once a (chunk, value head) by the prepare kernel, read by the forward.
 #pragma once
 
+#include "common/device/tma.cuh"
 #include "gdn/cuda/collective/gate.cuh"
 
 namespace cula::gdn::sm90 {
