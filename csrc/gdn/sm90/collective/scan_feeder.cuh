@@ -110,13 +110,14 @@ struct ScanFeeder {
     const int lane = lane_id();
     const int warp = warp_id() & 3;
     const int n = unit.num_chunks;
+    if (thread == 0) {
+      for (int c = 0; c < kStages - 1 && c < n; ++c) load(c, c);
+    }
     if constexpr (kAdjoint) {  // above the diagonal blocks the buffers stay zero
       for (int i = thread; i < kScoreBuffers * kTileBytes / 16; i += kWarpgroupThreads) {
         clear_shared_vector(shared.score(0) + 16 * i);
       }
-    }
-    if (thread == 0) {
-      for (int c = 0; c < kStages - 1 && c < n; ++c) load(c, c);
+      sync_named(static_cast<int>(NamedBarrier::kLoader), kWarpgroupThreads);
     }
     const uint32_t operand = wgmma_operand(shared.base);
     const uint32_t store_row = (warp * 16 + (lane & 7) + ((lane >> 3) & 1) * 8) * 128;
