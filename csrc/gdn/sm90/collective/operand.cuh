@@ -15,4 +15,10 @@ __device__ __forceinline__ uint32_t pack_operand(float low, float high) {
   return pair;
 }
 
+template <class T, int kCount>
+__device__ __forceinline__ void pack_operands(uint32_t (&operands)[kCount], const float (&x)[2 * kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) operands[i] = pack_operand<T>(x[2 * i], x[2 * i + 1]);
+}
+
 }  // namespace cula::gdn::sm90

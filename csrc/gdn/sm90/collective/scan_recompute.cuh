@@ -14,12 +14,6 @@ struct RecomputeConsumer : ScanState<T, kKeyDim, kKind> {
   using State::args, State::unit, State::shared;
   using typename State::Shared;
 
-  __device__ __forceinline__ static void pack(uint32_t (&operand)[State::kStateRegisters / 2],
-                                              const float (&s)[State::kStateRegisters]) {
-#pragma unroll
-    for (int i = 0; i < State::kStateRegisters / 2; ++i) operand[i] = pack_operand<T>(s[2 * i], s[2 * i + 1]);
-  }
-
   __device__ __forceinline__ void run() const {
     const int lane = lane_id();
     const int n = unit.num_chunks;
@@ -31,7 +25,7 @@ struct RecomputeConsumer : ScanState<T, kKeyDim, kKind> {
     float u[32];
     uint32_t rows[16] = {};
     State::load_state(s, unit.enters);
-    pack(s_operand, s);
+    pack_operands<T>(s_operand, s);
     int stage = 0;
     int phase = 0;
 #pragma unroll 1
@@ -90,7 +84,7 @@ struct RecomputeConsumer : ScanState<T, kKeyDim, kKind> {
       State::update(s, w, tiles, 0);  // S' += (to_end V'') K
       wgmma_commit();
       wgmma_wait<0>();
-      pack(s_operand, s);
+      pack_operands<T>(s_operand, s);
       if (++stage == kStages) {
         stage = 0;
         phase ^= 1;

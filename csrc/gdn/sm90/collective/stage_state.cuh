@@ -10,6 +10,7 @@
 //   empty[s]   the consumer has left the chunk of stage s                   consumer -> feeder
 #pragma once
 
+#include "gdn/sm90/collective/operand.cuh"
 #include "gdn/sm90/collective/scan_state.cuh"
 #include "gdn/sm90/collective/stage_tiles.cuh"
 
@@ -281,7 +282,7 @@ struct StateStageConsumer {
     float y[32];
     uint32_t rows[16] = {};
     load_state(s);
-    State::pack(s_operand, s);
+    pack_operands<T>(s_operand, s);
     int stage = 0;
     int phase = 0;
 #pragma unroll 1
@@ -344,7 +345,7 @@ struct StateStageConsumer {
       }
       wgmma_commit();
       wgmma_wait<0>();
-      State::pack(s_operand, s);
+      pack_operands<T>(s_operand, s);
       if (++stage == kStateStages) {
         stage = 0;
         phase ^= 1;
