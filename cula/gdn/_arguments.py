@@ -145,7 +145,8 @@ def refuse_tangents(function: str, *inputs: Tensor | None) -> None:
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v in autocast's dtype where autocast is on; as torch's own rule has it, float64 is left alone."""
     device_type = q.device.type
-    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+    # Not torch.amp.is_autocast_available, which compilers before torch 2.12 can not look into.
+    if device_type not in ("cpu", "cuda") or not torch.is_autocast_enabled(device_type):
         return q, k, v
     dtype = torch.get_autocast_dtype(device_type)
     cast = [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v)]

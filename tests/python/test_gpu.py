@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from support import ALL_FLAGS, assert_identical, make_inputs, offsets, output_gradients, parametrize, run
@@ -93,6 +95,17 @@ def test_a_stream_of_the_users(gpu):
             late[name].copy_(x)
         results = run(late, gradients=gradients)
     stream.synchronize()
+    assert_identical(results, expected)
+
+
+def test_a_thread_that_has_not_used_cuda(gpu):
+    """As autograd's may be when this is the first of a backward pass: the memory comes out of torch's cache."""
+    inputs = make_inputs(1, 130, 1, 2, 64, 64, dtype=torch.bfloat16, device=gpu)
+    gradients = output_gradients(inputs, {})
+    expected = run(inputs, gradients=gradients)
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        results = thread.submit(run, inputs, gradients=gradients).result()
     assert_identical(results, expected)
 
 

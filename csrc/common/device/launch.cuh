@@ -18,25 +18,23 @@ inline void check_cuda(cudaError_t status, const char* what) {
   throw_runtime_error(what, ": ", cudaGetErrorString(status), " (", cudaGetErrorName(status), ")");
 }
 
-// Makes `device` current for its lifetime.
+// Makes `device` current for its lifetime. It is set even if it is so already: a thread that has not used CUDA yet, such
+// as one of autograd's, has no context until then, and the driver's own functions need one.
 class DeviceGuard {
  public:
-  explicit DeviceGuard(int device) {
+  explicit DeviceGuard(int device) : device_(device) {
     check_cuda(cudaGetDevice(&previous_), "cudaGetDevice");
-    if (device != previous_) {
-      check_cuda(cudaSetDevice(device), "cudaSetDevice");
-      changed_ = true;
-    }
+    check_cuda(cudaSetDevice(device), "cudaSetDevice");
   }
   ~DeviceGuard() {
-    if (changed_) cudaSetDevice(previous_);
+    if (previous_ != device_) cudaSetDevice(previous_);
   }
   DeviceGuard(const DeviceGuard&) = delete;
   DeviceGuard& operator=(const DeviceGuard&) = delete;
 
  private:
+  int device_;
   int previous_ = 0;
-  bool changed_ = false;
 };
 
 struct DeviceLimits {
