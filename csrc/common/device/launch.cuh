@@ -18,8 +18,8 @@ inline void check_cuda(cudaError_t status, const char* what) {
   throw_runtime_error(what, ": ", cudaGetErrorString(status), " (", cudaGetErrorName(status), ")");
 }
 
-// Makes `device` current for its lifetime. It is set even if it is so already: a thread that has not used CUDA yet, such
-// as one of autograd's, has no context until then, and the driver's own functions need one.
+// Makes `device` current for its lifetime. It is set even if it is so already: a thread that has not used CUDA yet,
+// such as one of autograd's, has no context until then, and the driver's own functions need one.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) : device_(device) {
