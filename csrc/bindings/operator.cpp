@@ -152,10 +152,8 @@ Properties plan_info(Request request, int64_t batch, int64_t tokens, int64_t hea
 
 Properties library_info() {
   return translate_errors([] {
-    ffi::Array<ffi::String> backends = {"cpu"};
-#ifdef CULA_WITH_CUDA
-    backends.push_back("cuda");
-#endif
+    ffi::Array<ffi::String> backends;
+    for (const Backend backend : compiled_backends()) backends.push_back(backend_name(backend));
     Properties info;
     info.Set("version", ffi::String(CULA_VERSION));
     info.Set("backends", backends);

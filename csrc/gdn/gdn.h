@@ -37,6 +37,7 @@ inline constexpr double kL2NormEpsilon = 1e-6;  // inside the root
 enum class Backend { kAuto, kCpu, kCuda, kSm90 };
 const char* backend_name(Backend backend);
 Backend backend_from_name(const std::string& name);  // "auto", "cpu", "cuda", "sm90"
+std::vector<Backend> compiled_backends();            // what this build has, whether or not a GPU is here
 
 struct Problem {
   int64_t batch = 1;        // B

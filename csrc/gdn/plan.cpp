@@ -94,6 +94,13 @@ Backend backend_from_name(const std::string& name) {
   throw_value_error("backend: expected auto, cpu, cuda or sm90, got ", name);
 }
 
+std::vector<Backend> compiled_backends() {
+  std::vector<Backend> backends = {Backend::kCpu};
+  if (kWithCuda) backends.push_back(Backend::kCuda);
+  if (kWithSm90) backends.push_back(Backend::kSm90);
+  return backends;
+}
+
 int64_t Problem::num_sequences() const {
   return sequence_offsets ? static_cast<int64_t>(sequence_offsets->size()) - 1 : batch;
 }
