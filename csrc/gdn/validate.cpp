@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdlib>
 #include <initializer_list>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "gdn/state_pools.h"
@@ -29,7 +31,8 @@ class Checker {
   explicit Checker(const Plan& plan, int64_t summaries = 0)
       : plan_(plan), problem_(plan.problem()), summaries_(summaries) {}
 
-  // `letters`: "B T HV V"; S stands for the two dimensions of a state in the problem's layout, "slots" for any number.
+  // `letters`: "B T HV V"; S stands for the two dimensions of a state in the problem's layout, "slots" and "rows" for
+  // any number.
   void input(const DLTensor* tensor, const char* name, const char* letters, Kind kind,
              Presence presence = Presence::kRequired) const {
     if (!present(tensor, name, presence)) return;
@@ -113,12 +116,25 @@ class Checker {
   }
 
   static void check_writable(const TensorView& view, const char* name) {
-    if (view.numel() == 0) return;  // strides of an empty tensor mean nothing
+    if (view.numel() == 0) return;                 // strides of an empty tensor mean nothing
+    std::vector<std::pair<int64_t, int>> strides;  // and dimensions
     for (int i = 0; i < view.ndim; ++i) {
-      if (view.shape[i] > 1 && view.stride[i] == 0) {
+      if (view.shape[i] > 1) strides.emplace_back(std::abs(view.stride[i]), i);
+    }
+    std::sort(strides.begin(), strides.end());
+    // Each dimension must step over all that the finer ones reach. Other layouts can have distinct elements too, but
+    // nobody slices or transposes his way there.
+    int64_t reach = 0;
+    for (const auto& [stride, i] : strides) {
+      if (stride == 0) {
         throw_value_error(name, ": expected an output whose elements are distinct, got one expanded along dimension ",
                           i);
       }
+      if (stride <= reach) {
+        throw_value_error(name, ": expected an output whose elements are distinct, got stride ", stride,
+                          " along dimension ", i, ", where the finer ones reach ", reach, " elements on");
+      }
+      reach += stride * (view.shape[i] - 1);
     }
   }
 
@@ -145,7 +161,7 @@ class Checker {
     int count = 0;
     const auto add = [&](std::string_view letter) {
       const std::string_view separator = count == 0 ? "" : ", ";
-      const bool any = letter == "slots";
+      const bool any = letter == "slots" || letter == "rows";
       expected[count] = any ? view.shape[count] : size_of(letter);
       shown.append(separator).append(letter);
       sizes.append(separator).append(any ? "any" : std::to_string(expected[count]));
@@ -285,7 +301,7 @@ void check_checkpoints(const Checker& check, const Plan& plan, const ForwardTens
                       step == 1 ? std::string() : concat(" of chunk_size ", step), ", got ",
                       t.checkpoint_every_n_tokens);
   }
-  check.output(t.state_checkpoints, "state_checkpoints", "slots HV S", Kind::kStatistic);
+  check.output(t.state_checkpoints, "state_checkpoints", "rows HV S", Kind::kStatistic);
   const int64_t rows = t.state_checkpoints->shape[0], needed = count_checkpoints(plan, t.checkpoint_every_n_tokens);
   if (t.checkpoint_cu_starts == nullptr) {
     if (rows >= needed) return;
@@ -298,12 +314,16 @@ void check_checkpoints(const Checker& check, const Plan& plan, const ForwardTens
   for (int64_t n = 0; n < sequences; ++n) {
     const int64_t begin = index_at(starts, n), end = index_at(starts, n + 1);
     const int64_t count = count_checkpoints(plan.sequences()[n].length, t.checkpoint_every_n_tokens);
-    if (begin < 0 || end > rows || end - begin < count) {
+    if (begin < 0 || end < begin || end > rows || end - begin < count) {
       throw_value_error("checkpoint_cu_starts: expected room for the ", count, " checkpoints of sequence ", n,
                         " in the ", rows, " rows of state_checkpoints, got rows ", begin, " to ", end);
     }
   }
 }
+
+// Both names: of the field, and of the Python argument.
+constexpr const char* kOutputName = "o (output)";
+constexpr const char* kOutputStateName = "final_state (output_state)";
 
 // Results that share memory would depend on the order of writes.
 void check_memory(const ForwardTensors& t) {
@@ -312,7 +332,7 @@ void check_memory(const ForwardTensors& t) {
     const char* name;
   };
   const Argument outputs[] = {
-      {t.o, "o (output)"}, {t.final_state, "final_state (output_state)"}, {t.state_checkpoints, "state_checkpoints"}};
+      {t.o, kOutputName}, {t.final_state, kOutputStateName}, {t.state_checkpoints, "state_checkpoints"}};
   const Argument inputs[] = {{t.q, "q"},
                              {t.k, "k"},
                              {t.v, "v"},
@@ -347,8 +367,8 @@ void check_forward(const Plan& plan, const ForwardTensors& t, int64_t step) {
   const Checker check(plan);
   const char* state_letters = t.state_indices != nullptr ? "slots HV S" : "N HV S";
   check_inputs(check, plan.problem(), t, true, state_letters);
-  check.output(t.o, "o", "B T HV V", Kind::kOperand);
-  check.output(t.final_state, "final_state", state_letters, Kind::kFloat, kOptional);
+  check.output(t.o, kOutputName, "B T HV V", Kind::kOperand);
+  check.output(t.final_state, kOutputStateName, state_letters, Kind::kFloat, kOptional);
   if (t.saved != nullptr) {
     Checker::require_absent(t.state_indices != nullptr, "state_indices", "where gradients are wanted");
     Checker::require_absent(t.checkpoint_every_n_tokens != 0, "checkpoint_every_n_tokens",

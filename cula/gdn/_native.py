@@ -36,8 +36,18 @@ _module = _load()
 
 
 def function(name: str) -> Callable[..., Any]:
-    """The function of that name in the compiled library."""
+    """The function of that name in the compiled library: for tensors that went through torch's dispatcher."""
     return _module.get_function(name)  # type: ignore[no-any-return]
+
+
+def direct_function(name: str) -> Callable[..., Any]:
+    """The same for tensors as users have them: torch keeps some negated ones (`z.conj().imag`) with a mark alone."""
+    native = _module.get_function(name)
+
+    def resolved(x: Any) -> Any:
+        return x.resolve_neg() if isinstance(x, torch.Tensor) and x.is_neg() else x
+
+    return lambda *arguments: native(*map(resolved, arguments))
 
 
 forward = function("forward")
@@ -45,13 +55,14 @@ backward = function("backward")
 recurrent_forward = function("recurrent_forward")
 serve_forward = function("serve_forward")
 serve_recurrent_forward = function("serve_recurrent_forward")
-reference_forward = function("reference_forward")
-reference_backward = function("reference_backward")
-cp_prepare = function("cp_prepare")
-cp_advance = function("cp_advance")
-cp_summarize = function("cp_summarize")
-cp_summarize_adjoint = function("cp_summarize_adjoint")
-cp_merge = function("cp_merge")
+reference_forward = direct_function("reference_forward")
+reference_backward = direct_function("reference_backward")
+cp_prepare = direct_function("cp_prepare")
+cp_advance = direct_function("cp_advance")
+cp_summarize = direct_function("cp_summarize")
+cp_summarize_adjoint = direct_function("cp_summarize_adjoint")
+cp_merge = direct_function("cp_merge")
+cp_backward = direct_function("backward")
 plan_info = function("plan_info")
 library_info = function("library_info")
 

@@ -243,7 +243,8 @@ torch.library.register_autograd("cula_gdn::chunk_backward", _refuse_double_backw
 
 
 # The dispatcher takes longer than all the rest that a short call costs the host. A call that nobody listens to can do
-# without it: plain tensors, and no mode, transform, compiler or tracer to see the operator.
+# without it: plain tensors whose memory says what they hold, and no mode, transform, compiler, tracer or profiler to
+# see the operator.
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
 
 
@@ -252,7 +253,9 @@ def _is_plain(tensors: Sequence[Tensor | None]) -> bool:
         return False
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return False
-    return _PLAIN_TYPES.issuperset(map(type, tensors)) and not any(x is not None and x.is_meta for x in tensors)
+    if torch.autograd._profiler_enabled() or not _PLAIN_TYPES.issuperset(map(type, tensors)):
+        return False
+    return not any(x is not None and (x.is_meta or x.is_neg() or x._is_zerotensor()) for x in tensors)
 
 
 class _ChunkFunction(torch.autograd.Function):
@@ -311,7 +314,7 @@ def _gradient_operator(tensors: Sequence[Tensor | None]) -> Callable[..., Any]:
 
 
 def forward_operator(saves: bool, inputs: Sequence[Tensor | None]) -> Callable[..., Any]:
-    """What computes a call: compilers, and calls without a gradient, see the registered operator itself."""
+    """What computes a call: the registered operator itself for all who listen to operators (see _is_plain)."""
     if torch._C._are_functorch_transforms_active():
         return _TransformedFunction.apply  # type: ignore[no-any-return]
     if _is_plain(inputs):

@@ -73,6 +73,13 @@ def _checked_offsets(cu_seqlens: Tensor) -> list[int]:
     return offsets
 
 
+def _of_parts(context: Any, name: str) -> tuple[Any, Any]:
+    value = getattr(context, name, None)
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise ValueError(f"cp_context: expected two numbers of ranks for {name}, got {value!r}")
+    return value[0], value[1]
+
+
 @dataclass(frozen=True)
 class Partition:
     """A rank's view of a context, FLA's or ours."""
@@ -94,11 +101,13 @@ class Partition:
             parts: tuple[Part, ...] = (Part(rank, 0, N - 1, context.pre_num_ranks, context.post_num_ranks),)
         elif layout == "zigzag":
             slots, front = (rank, 2 * world_size - 1 - rank), context.front_num_seqs
-            if not (isinstance(front, int) and 0 < front < N and 2 * offsets[front] == offsets[-1]):
+            if isinstance(front, bool) or not (
+                isinstance(front, int) and 0 < front < N and 2 * offsets[front] == offsets[-1]
+            ):
                 raise ValueError(
                     f"cp_context: expected front_num_seqs sequences in the first half of {offsets}, got {front!r}"
                 )
-            pre, post = context.pre_num_ranks_by_part, context.post_num_ranks_by_part
+            pre, post = (_of_parts(context, name) for name in ("pre_num_ranks_by_part", "post_num_ranks_by_part"))
             parts = (Part(slots[0], 0, front - 1, pre[0], post[0]), Part(slots[1], front, N - 1, pre[1], post[1]))
         else:
             raise ValueError(f"cp_context: expected layout 'contiguous' or 'zigzag', got {layout!r}")
@@ -355,7 +364,7 @@ class BackwardPass:
         for total, part in zip(self.parameter_sums, sums, strict=True):
             if part is not None:
                 total.append(part)
-        _native.backward(
+        _native.cp_backward(
             *rows, A_log, dt_bias, initial_state, *saved, grad_output, grad_final_state,
             *(self.ranges.rows(x, first, last) for x in by_tokens), *sums,
             _state_rows(dh0, first, last) if merged is None else None, *self.ranges.shared(first, last),

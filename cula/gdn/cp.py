@@ -133,6 +133,8 @@ def _slot_bounds(total: int, world_size: int, layout: str, rank_lengths: Sequenc
     if rank_lengths is not None:
         if layout != "contiguous":
             raise ValueError(f"rank_lengths: expected layout='contiguous' with it, got {layout!r}")
+        if not isinstance(rank_lengths, Sequence) or not all(type(length) is int for length in rank_lengths):
+            raise TypeError(f"rank_lengths: expected a sequence of ints, got {rank_lengths!r}")
         if len(rank_lengths) != world_size or min(rank_lengths) < 0 or sum(rank_lengths) != total:
             raise ValueError(
                 f"rank_lengths: expected world_size = {world_size} numbers of tokens that add up to "

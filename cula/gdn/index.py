@@ -6,17 +6,30 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from cula.gdn._arguments import check_tensor
+
 __all__ = ["prepare_checkpoint_offsets", "prepare_chunk_indices", "prepare_chunk_offsets"]
 
 
-def _chunk_counts(cu_seqlens: Tensor, chunk_size: int) -> Tensor:
+def _lengths(cu_seqlens: Tensor, size_name: str, size: int) -> Tensor:
+    """Of the sequences; `size` is what they are to be divided by."""
+    check_tensor("cu_seqlens", cu_seqlens)
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens: expected int32 or int64, got {cu_seqlens.dtype}")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
         raise ValueError(f"cu_seqlens: expected one dimension [N + 1], got shape {list(cu_seqlens.shape)}")
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size: expected a positive number, got {chunk_size}")
+    if isinstance(size, bool) or not isinstance(size, int | torch.SymInt):
+        raise TypeError(f"{size_name}: expected an int, got {type(size).__name__}")
+    if size < 1:
+        raise ValueError(f"{size_name}: expected a positive number, got {size}")
     lengths = torch.diff(cu_seqlens)
     if cu_seqlens.device.type == "cpu" and bool((lengths < 0).any()):
         raise ValueError(f"cu_seqlens: expected ascending offsets, got {cu_seqlens.tolist()}")
+    return lengths
+
+
+def _chunk_counts(cu_seqlens: Tensor, chunk_size: int) -> Tensor:
+    lengths = _lengths(cu_seqlens, "chunk_size", chunk_size)
     return (lengths + (chunk_size - 1)).div(chunk_size, rounding_mode="floor")
 
 
@@ -34,6 +47,7 @@ def prepare_chunk_indices(cu_seqlens: Tensor, chunk_size: int, cu_seqlens_cpu: T
     Raises:
         ValueError: `cu_seqlens` is not one-dimensional, or descends (checked on the CPU only), or `chunk_size` is not
             positive.
+        TypeError: `cu_seqlens` is no tensor of int32 or int64, `chunk_size` no int.
     """
     counts = _chunk_counts(cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu, chunk_size)
     sequence = torch.repeat_interleave(torch.arange(counts.shape[0], device=counts.device), counts)
@@ -50,6 +64,7 @@ def prepare_chunk_offsets(cu_seqlens: Tensor, chunk_size: int) -> Tensor:
     Raises:
         ValueError: `cu_seqlens` is not one-dimensional, or descends (checked on the CPU only), or `chunk_size` is not
             positive.
+        TypeError: `cu_seqlens` is no tensor of int32 or int64, `chunk_size` no int.
     """
     return torch.nn.functional.pad(_chunk_counts(cu_seqlens, chunk_size).cumsum(0, dtype=torch.int64), (1, 0))
 
@@ -61,13 +76,12 @@ def prepare_checkpoint_offsets(cu_seqlens: Tensor, checkpoint_every_n_tokens: in
     state_checkpoints. What checkpoint_cu_starts is by default, and how many rows state_checkpoints needs.
 
     Raises:
-        ValueError: `cu_seqlens` is not one-dimensional, or `checkpoint_every_n_tokens` is not positive.
+        ValueError: `cu_seqlens` is not one-dimensional, or descends (checked on the CPU only), or
+            `checkpoint_every_n_tokens` is not positive.
+        TypeError: `cu_seqlens` is no tensor of int32 or int64, `checkpoint_every_n_tokens` no int.
     """
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-        raise ValueError(f"cu_seqlens: expected one dimension [N + 1], got shape {list(cu_seqlens.shape)}")
-    if checkpoint_every_n_tokens < 1:
-        raise ValueError(f"checkpoint_every_n_tokens: expected a positive number, got {checkpoint_every_n_tokens}")
-    counts = torch.diff(cu_seqlens).div(checkpoint_every_n_tokens, rounding_mode="floor")
+    lengths = _lengths(cu_seqlens, "checkpoint_every_n_tokens", checkpoint_every_n_tokens)
+    counts = lengths.div(checkpoint_every_n_tokens, rounding_mode="floor")
     return torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int64), (1, 0))
 
 

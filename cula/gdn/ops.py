@@ -147,6 +147,7 @@ def chunk_gated_delta_rule(
         cu_seqlens, cu_seqlens_cpu = (getattr(cp_context, name, None) for name in ("cu_seqlens", "cu_seqlens_cpu"))
         if cu_seqlens is None:
             raise AssertionError("cp_context: expected a context with cu_seqlens, got one without")
+        _arguments.check_tensor("cp_context.cu_seqlens", cu_seqlens)
         if not hasattr(cp_context, "group"):
             raise TypeError(f"cp_context: expected one of build_cp_context, got a {type(cp_context).__name__}")
     if cu_seqlens is None and (cu_seqlens_cpu is not None or chunk_indices is not None):
@@ -157,7 +158,10 @@ def chunk_gated_delta_rule(
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
         state_v_first=state_v_first, output_final_state=output_final_state,
     )  # fmt: skip
-    _arguments.refuse_tangents("chunk_gated_delta_rule", q, k, v, g, beta, A_log, dt_bias, initial_state)
+    _arguments.refuse_tangents(
+        "chunk_gated_delta_rule", q, k, v, g, beta, A_log, dt_bias, initial_state, output, output_state,
+        state_checkpoints,
+    )  # fmt: skip
     q, k, v = _arguments.autocast(q, k, v)
 
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)

@@ -142,7 +142,10 @@ def fused_recurrent_gated_delta_rule(
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
         state_v_first=state_v_first, output_final_state=output_final_state,
     )  # fmt: skip
-    _arguments.refuse_tangents("fused_recurrent_gated_delta_rule", q, k, v, g, beta, A_log, dt_bias, initial_state)
+    _arguments.refuse_tangents(
+        "fused_recurrent_gated_delta_rule", q, k, v, g, beta, A_log, dt_bias, initial_state, output, output_state,
+        state_checkpoints,
+    )  # fmt: skip
     q, k, v = _arguments.autocast(q, k, v)
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     options = (

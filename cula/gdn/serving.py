@@ -109,6 +109,11 @@ class Serving(NamedTuple):
         checkpoint_every_n_tokens: int,
     ) -> Serving | None:
         """None if nothing of it is asked for."""
+        every = checkpoint_every_n_tokens
+        if isinstance(every, bool) or not isinstance(every, int | torch.SymInt):
+            raise TypeError(f"checkpoint_every_n_tokens: expected an int, got {type(every).__name__}")
+        if isinstance(every, int) and abs(every) >= 2**63:
+            raise ValueError(f"checkpoint_every_n_tokens: expected a number of 64 bits, got {every}")
         nothing = output is output_state is state_indices is state_checkpoints is checkpoint_cu_starts is None
         if nothing and checkpoint_every_n_tokens == 0:
             return None
@@ -189,9 +194,6 @@ class Serving(NamedTuple):
             x = getattr(self, name)
             if x is not None and x.dtype not in (torch.int32, torch.int64):
                 raise TypeError(f"{name}: expected int32 or int64, got {x.dtype}")
-        every = self.checkpoint_every_n_tokens
-        if isinstance(every, bool) or not isinstance(every, int | torch.SymInt):
-            raise TypeError(f"checkpoint_every_n_tokens: expected an int, got {type(every).__name__}")
 
     def _check_gradients(self, inputs: Inputs) -> None:
         if not torch.is_grad_enabled():

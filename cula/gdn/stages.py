@@ -71,7 +71,7 @@ class _Stage:
     """A stage of the compiled library: `stage(*members, sizes=..., ...)` fills its results and returns nothing."""
 
     def __init__(self, name: str) -> None:
-        self.run = _native.function(name)
+        self.run = _native.direct_function(name)
 
     def __call__(
         self,

@@ -178,6 +178,8 @@ def test_case_49_token_total_not_divisible_by_the_ranks(total, world_size):
         ),
         ({"cu_seqlens": torch.tensor([0])}, ValueError, "cu_seqlens: expected at least two"),
         ({"cu_seqlens_cpu": torch.tensor([0, 15])}, ValueError, "cu_seqlens_cpu"),
+        ({"rank_lengths": [4, 4, 4, 4.0]}, TypeError, "rank_lengths: expected a sequence of ints"),
+        ({"rank_lengths": 16}, TypeError, "rank_lengths: expected a sequence of ints, got 16"),
         ({"rank_lengths": [4, 4, 8]}, ValueError, r"rank_lengths: .*world_size = 4 .*got \[4, 4, 8\]"),
         ({"rank_lengths": [4, 4, 4, 8]}, ValueError, "rank_lengths: .*total_tokens = 16"),
         ({"rank_lengths": [20, -4, 0, 0]}, ValueError, "rank_lengths"),

@@ -14,6 +14,7 @@ from cula.gdn import (
     fused_recurrent_gated_delta_rule,
     library_info,
     plan,
+    prepare_checkpoint_offsets,
     prepare_chunk_indices,
     prepare_chunk_offsets,
     reference_gated_delta_rule,
@@ -444,9 +445,16 @@ def test_rejected_plans_and_tables():
         prepare_chunk_indices(torch.zeros(2, 2, dtype=torch.int64), 64)
     with pytest.raises(ValueError, match=r"^chunk_size: "):
         prepare_chunk_offsets(offsets([3]), 0)
-    for prepare in (prepare_chunk_indices, prepare_chunk_offsets):
+    for prepare in (prepare_chunk_indices, prepare_chunk_offsets, prepare_checkpoint_offsets):
         with pytest.raises(ValueError, match=r"cu_seqlens: expected ascending offsets, got \[0, 64, 32\]"):
             prepare(offsets([64, -32]), 64)
+        with pytest.raises(TypeError, match="cu_seqlens: expected a tensor, got list"):
+            prepare([0, 64], 64)
+        with pytest.raises(TypeError, match="cu_seqlens: expected int32 or int64, got torch.float32"):
+            prepare(offsets([64]).float(), 64)
+        for size in (64.5, True):
+            with pytest.raises(TypeError, match="expected an int, got"):
+                prepare(offsets([64]), size)
 
 
 @pytest.mark.skipif("cuda" in library_info().backends, reason="needs a build without CUDA")

@@ -18,7 +18,13 @@ from support import (
     run,
 )
 
-from cula.gdn import chunk_gated_delta_rule, chunk_gdn, prepare_chunk_indices
+from cula.gdn import (
+    chunk_gated_delta_rule,
+    chunk_gdn,
+    prepare_chunk_indices,
+    reference_gated_delta_rule,
+    stages,
+)
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -31,6 +37,31 @@ def test_alias():
 @parametrize(flags={"plain": {}, **FLAGS, "all": ALL_FLAGS})
 def test_flags(flags, dtype, device):
     check(make_inputs(2, 130, 2, 4, 32, 48, dtype=dtype, device=device, flags=flags), **flags)
+
+
+def test_negated_by_a_mark(device):
+    """torch keeps the imaginary part of a conjugate as its memory was, with a mark that its sign is another."""
+
+    def marked(x):
+        y = torch.complex(torch.zeros_like(x), -x).conj().imag
+        assert y.is_neg()
+        return y
+
+    inputs = make_inputs(2, 70, 1, 2, 16, 24, device=device)
+    do, dht = output_gradients(inputs, {})
+    expected = run(inputs, gradients=(do, dht))
+    leaves = {name: marked(x).detach().requires_grad_() for name, x in inputs.items()}
+    o, state = chunk_gated_delta_rule(**leaves, output_final_state=True)
+    gradients = torch.autograd.grad([o, state], list(leaves.values()), [marked(do), marked(dht)])
+    actual = {"o": o, "final_state": state, **{"d" + n: x for n, x in zip(leaves, gradients, strict=True)}}
+    for name, x in expected.items():
+        torch.testing.assert_close(actual[name], x, msg=name)
+    with torch.no_grad():
+        assert torch.equal(chunk_gated_delta_rule(**leaves)[0], o)
+    reference, _ = reference_gated_delta_rule(**{name: marked(x) for name, x in inputs.items()})
+    torch.testing.assert_close(reference.float(), o.detach(), rtol=1e-4, atol=1e-5)
+    g = inputs["g"]
+    assert torch.equal(stages.chunk_local_cumsum(marked(g), 64), stages.chunk_local_cumsum(g, 64))
 
 
 @parametrize(flags={**FLAG_PAIRS, "all": ALL_FLAGS})

@@ -445,7 +445,13 @@ def test_output_that_does_not_fit(function):
     )
     refuse(TypeError, "^output: expected torch.float32", function, output=torch.zeros(2, 70, 2, 8).double())
     refuse(TypeError, "^output: expected a tensor", function, output=[1.0])
-    refuse(ValueError, "expanded along dimension 0", function, output=torch.zeros(1, 70, 2, 8).expand(2, -1, -1, -1))
+    expanded = torch.zeros(1, 70, 2, 8).expand(2, -1, -1, -1)
+    refuse(ValueError, r"^o \(output\): .*expanded along dimension 0", function, output=expanded)
+    woven = torch.as_strided(torch.zeros(1700), (2, 70, 2, 8), (800, 9, 8, 1))
+    refuse(ValueError, r"^o \(output\): .*got stride 9 along dimension 1", function, output=woven)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(torch.zeros(2, 70, 2, 8), torch.ones(2, 70, 2, 8))
+        refuse(NotImplementedError, "forward-mode", function, output=dual)
 
 
 @both
@@ -530,6 +536,14 @@ def test_checkpoints_that_do_not_fit():
             state_checkpoints=checkpoints,
             checkpoint_every_n_tokens=n,
         )
+    refuse(
+        ValueError,
+        "^checkpoint_every_n_tokens: expected a number of 64 bits",
+        state_checkpoints=checkpoints,
+        checkpoint_every_n_tokens=2**64,
+    )
+    for n in (0.0, False):
+        refuse(TypeError, "^checkpoint_every_n_tokens: expected an int", checkpoint_every_n_tokens=n)
     for n in (64.0, True, "64", None):
         refuse(
             TypeError,
@@ -544,7 +558,8 @@ def test_checkpoints_that_do_not_fit():
         state_checkpoints=checkpoints,
         checkpoint_every_n_tokens=-1,
     )
-    for starts in ([0, 1, 3], [-1, 0, 1], [0, 0, 1], [1, 2, 2]):
+    lowest = -(2**63)
+    for starts in ([0, 1, 3], [-1, 0, 1], [0, 0, 1], [1, 2, 2], [0, 1, lowest], [1, lowest, 2], [10**12, lowest, 0]):
         refuse(
             ValueError,
             "^checkpoint_cu_starts: expected room for the 1 checkpoints",

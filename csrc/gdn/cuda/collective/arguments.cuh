@@ -234,8 +234,8 @@ struct CheckpointArgs {
       for (int64_t m = lane_id(); m < sequence; m += 32) first += find_sequence(table, m).length / every;
       first = warp_sum(first);
     }
-    const int64_t row = first + tokens / every - 1;
-    return first < 0 || row >= end ? -1 : row;
+    const int64_t count = tokens / every;  // up to here
+    return first < 0 || first >= end || count > end - first ? -1 : first + count - 1;
   }
 };
 

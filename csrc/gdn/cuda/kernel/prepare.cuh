@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kInverseThreads,
     if (wants_scores) load_tile<T, kRows>(shared.operands.q[block & 1].data, args.q, window);
   };
   const int64_t first_head = key_head * args.group;
-  const int64_t end_head = first_head + args.group;
+  const int group = static_cast<int>(args.group);
   const auto make_gates = [&](int64_t head) {
     GateRows& gates = shared.gates[warp_id()];
     load_gates<kKind>(gates, args.gates, chunk.batch, chunk.token, chunk.length, head);
@@ -138,10 +138,10 @@ __global__ void __launch_bounds__(kInverseThreads,
   };
 
   // Value heads whose gates are made side by side, one a warp; larger groups take several rounds.
-  for (int64_t round = first_head; round < end_head; round += kGateWarps) {
+  for (int round = 0; round < group; round += kGateWarps) {
     load_block(0);
     cp_async_commit();
-    if (round + warp_id() < end_head) make_gates(round + warp_id());  // while the operands are on their way
+    if (round + warp_id() < group) make_gates(first_head + round + warp_id());  // while the operands are on their way
 
     float kk[8][4];
     float qk[8][4];
@@ -171,8 +171,8 @@ __global__ void __launch_bounds__(kInverseThreads,
       sync_block();
     }
 
-    for (int turn = 0; turn < kGateWarps && round + turn < end_head; ++turn) {
-      const int64_t head = round + turn;
+    for (int turn = 0; turn < kGateWarps && round + turn < group; ++turn) {
+      const int64_t head = first_head + round + turn;
       const GateRows& gates = shared.gates[turn];
       GateRow rows[2];
       rows[0] = gates.row(m0 + fragment_row(0));
