@@ -253,7 +253,7 @@ def _is_plain(tensors: Sequence[Tensor | None]) -> bool:
         return False
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return False
-    if torch.autograd._profiler_enabled() or not _PLAIN_TYPES.issuperset(map(type, tensors)):
+    if torch._C._autograd._profiler_enabled() or not _PLAIN_TYPES.issuperset(map(type, tensors)):
         return False
     return not any(x is not None and (x.is_meta or x.is_neg() or x._is_zerotensor()) for x in tensors)
 

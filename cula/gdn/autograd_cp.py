@@ -101,9 +101,7 @@ class Partition:
             parts: tuple[Part, ...] = (Part(rank, 0, N - 1, context.pre_num_ranks, context.post_num_ranks),)
         elif layout == "zigzag":
             slots, front = (rank, 2 * world_size - 1 - rank), context.front_num_seqs
-            if isinstance(front, bool) or not (
-                isinstance(front, int) and 0 < front < N and 2 * offsets[front] == offsets[-1]
-            ):
+            if type(front) is not int or not (0 < front < N and 2 * offsets[front] == offsets[-1]):
                 raise ValueError(
                     f"cp_context: expected front_num_seqs sequences in the first half of {offsets}, got {front!r}"
                 )

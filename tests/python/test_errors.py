@@ -450,7 +450,7 @@ def test_rejected_plans_and_tables():
             prepare(offsets([64, -32]), 64)
         with pytest.raises(TypeError, match="cu_seqlens: expected a tensor, got list"):
             prepare([0, 64], 64)
-        with pytest.raises(TypeError, match="cu_seqlens: expected int32 or int64, got torch.float32"):
+        with pytest.raises(TypeError, match=r"cu_seqlens: expected int32 or int64, got torch\.float32"):
             prepare(offsets([64]).float(), 64)
         for size in (64.5, True):
             with pytest.raises(TypeError, match="expected an int, got"):
