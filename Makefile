@@ -4,6 +4,8 @@
 #                    CUDA; also the Python tests by backend, where GPU_PYTHON has apache-tvm-ffi and pytest
 # make sanitize-gpu  a subset of it under compute-sanitizer's four tools
 # make exchange-gpu  every stage exchanged with flash-linear-attention's, where GPU_PYTHON has that
+# make emulated      the GPU kernels for a CPU, build/libemulated.so, which --emulated of the scripts in tests/gpu takes;
+#                    needs CUDA's headers, neither nvcc nor a GPU
 # make bench    the CPU benchmark page, docs/results/cpu.md
 # make lint     formatting, clang-tidy, ruff, mypy          make format   rewrite files as the formatters want them
 # make clean    remove what was built; .venv stays (make distclean removes it too)
@@ -33,7 +35,8 @@ export CULA_CUDA  # read by the wheel's build too
 sources := $(shell find cmake csrc cula tools/build_backend.py -type f -not -name '*.pyc' -not -name '*.so' 2>/dev/null)
 cpp_files = $(shell git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' | grep -v '^third_party/')
 
-.PHONY: demo test build test-cpp test-python test-gpu sanitize-gpu exchange-gpu bench lint format clean distclean
+.PHONY: demo test build test-cpp test-python test-gpu sanitize-gpu exchange-gpu emulated bench
+.PHONY: lint format clean distclean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.package
@@ -60,9 +63,11 @@ $(VENV)/.package: $(VENV)/.tools CMakeLists.txt $(sources)
 	touch $@
 
 # ---- build and test ------------------------------------------------------------------------------------------------
+configure = $(bin)/cmake -S . -B $(BUILD) -G Ninja -DCULA_BUILD_TESTS=ON -DCULA_CUDA=$(CULA_CUDA) \
+  -DPython3_EXECUTABLE=$(bin)/python -DCMAKE_BUILD_TYPE=Release $(CMAKE_ARGS)
+
 build: $(VENV)/.tools
-	$(bin)/cmake -S . -B $(BUILD) -G Ninja -DCULA_BUILD_TESTS=ON -DCULA_CUDA=$(CULA_CUDA) \
-	  -DPython3_EXECUTABLE=$(bin)/python -DCMAKE_BUILD_TYPE=Release $(CMAKE_ARGS)
+	$(configure)
 	$(bin)/cmake --build $(BUILD)
 
 test-cpp: build
@@ -90,8 +95,8 @@ test-gpu: $(gpu_library)
 	  --no-timing
 
 # Those that run by backend.
-gpu_tests = $(addprefix tests/python/test_,cases.py stages.py operator.py autograd.py recurrent.py fla_tables.py \
-  compile.py gpu.py)
+gpu_tests = $(addprefix tests/python/test_,cases.py stages.py operator.py autograd.py recurrent.py pools.py \
+  fla_tables.py compile.py gpu.py)
 
 # Kernels of every kind on small shapes: the tools run them up to hundreds of times slower, so only the library's own
 # kernels are looked at, but for initcheck, which must see who wrote memory. Every tensor is an allocation of its own,
@@ -101,7 +106,7 @@ sanitized = --library $(gpu_library) --sanitizer $(GPU_ARGS)
 
 # initcheck does not see what the copy engine stores, so it is not for sm90.
 sanitize-gpu: $(gpu_library)
-	failed=; for suite in run_cuda $$($(is_hopper) && echo run_sm90); do \
+	failed=; for suite in run_cuda $$($(is_hopper) && echo run_sm90 run_stages); do \
 	  for tool in memcheck racecheck synccheck; do \
 	    $(sanitizer) --tool $$tool --kernel-regex kns=cula $(GPU_PYTHON) tests/gpu/$$suite.py $(sanitized) || \
 	      failed="$$failed $$suite/$$tool"; \
@@ -113,7 +118,13 @@ sanitize-gpu: $(gpu_library)
 
 exchange-gpu: build
 	$(gpu_package) $(GPU_PYTHON) tests/gpu/fla_exchange.py $(GPU_ARGS)
+	! $(is_hopper) || $(gpu_package) $(GPU_PYTHON) tests/gpu/fla_exchange.py --backend sm90 $(GPU_ARGS)
 	$(gpu_package) $(GPU_PYTHON) tests/gpu/fla_group.py
+
+# Only what it is made of is built, so that no nvcc is needed.
+emulated: $(VENV)/.tools
+	$(configure)
+	$(bin)/cmake --build $(BUILD) --target cula_gdn_emulated
 
 bench: $(VENV)/.package
 	$(bin)/python benchmarks/bench_cpu.py --json out/bench_cpu.json --page docs/results/cpu.md \

@@ -1,7 +1,7 @@
 """Checks context parallelism on one GPU, with simulated ranks, and times what it adds.
 
     python run_cp.py --library build/libcula_gdn_test.so [--only NAME] [--no-timing | --no-checks] [--fla]
-    python run_cp.py --library libemulated.so --emulated     the kernels' checks, on the CPU
+    python run_cp.py --library build/libemulated.so --emulated     the kernels' checks, on the CPU
 
 --fla needs flash-linear-attention 0.6.0 and Triton: its times in the same run (fla_group.py checks groups of both). The
 checks of ranks need the Python package of the same build. Prints one line a check and ends with a status other than 0

@@ -1,7 +1,7 @@
 """Checks the cuda backend against float64 on a GPU, or on the emulator, and times it.
 
     python run_cuda.py --library build/libcula_gdn_test.so                 every check, then timings
-    python run_cuda.py --library libemulated.so --emulated [--only NAME]   small checks, on the CPU
+    python run_cuda.py --library build/libemulated.so --emulated [--only NAME]   small checks, on the CPU
 
 Prints one line a check and ends with a status other than 0 if any failed.
 """

@@ -1,7 +1,7 @@
 """Checks the Hopper backend against float64 on an H100 or H200, and times it.
 
     python run_sm90.py --library build/libcula_gdn_test.so [--only NAME] [--no-timing | --no-checks]
-    python run_sm90.py --library libemulated.so --emulated     checks of backward, on the CPU
+    python run_sm90.py --library build/libemulated.so --emulated     checks of backward, on the CPU
 
 Prints one line a check and ends with a status other than 0 if any failed. The checks themselves are run_cuda.py's; what
 differs is the backend, and the shapes.

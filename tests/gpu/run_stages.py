@@ -2,7 +2,7 @@
 the general backend's.
 
     python run_stages.py --library build/libcula_gdn_test.so [--only NAME] [--no-timing | --no-checks] [--json FILE]
-    python run_stages.py --library libemulated.so --emulated     a part of the checks, on the CPU
+    python run_stages.py --library build/libemulated.so --emulated     a part of the checks, on the CPU
 
 Prints one line a check and ends with a status other than 0 if any failed.
 """

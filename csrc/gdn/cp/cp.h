@@ -19,7 +19,8 @@
 // `plan` is the plan of the rank's own tokens, packed sequences included. Functions throw as those of gdn.h do.
 //
 // Where gates forget, S_ext on a GPU comes from the chunks that still show at the end of the sequence (its start, for
-// dS_ext), and M is zero: what was left out is below 2^-128 of the state that enters, which fp32 could not show.
+// dS_ext), and M is zero: what was left out is below 2^-128 of the state that enters. Unless that state's norm exceeds
+// 4, fp32 has no normal number for it; it is not zero, should all later inputs be that small.
 #pragma once
 
 #include <vector>

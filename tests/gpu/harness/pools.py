@@ -13,7 +13,7 @@ from harness.runner import Runner
 
 Tensor = torch.Tensor
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-OUTSIDE = (-1, -9, 1 << 31)  # slots that a pool does not have
+OUTSIDE = (-1, -9, 1 << 31)  # slots that no pool has
 
 
 def different(a: Tensor, b: Tensor) -> float:
@@ -53,11 +53,19 @@ def in_place(run: Runner, name: str, shape: Shape, options: Options | None = Non
         size = N + 3
         slots = [(3 * n + 2) % size if size % 3 else (2 * n + 1) % size for n in range(N)]
         assert len(set(slots)) == N
-        missing = {n: OUTSIDE[n % len(OUTSIDE)] for n in range(N) if n % 4 == 1}
-        slots = [missing.get(n, slot) for n, slot in enumerate(slots)]
+        missing = [n for n in range(N) if n % 4 == 1]
+        slots = [-1 if n in missing else slot for n, slot in enumerate(slots)]
         kept = [n for n in range(N) if n not in missing]
+        outside = (*OUTSIDE, size)
         empty = h0.clone()
-        empty[list(missing)] = 0.0
+        empty[missing] = 0.0
+
+        def indices_of(turn: int, dtype: torch.dtype) -> Tensor:
+            named = list(slots)
+            for n in missing:
+                named[n] = min(outside[(n // 4 + turn) % len(outside)], torch.iinfo(dtype).max)
+            return torch.tensor(named, dtype=dtype, device=run.device)
+
         for function in ("forward", "recurrent_forward"):
             o = run.empty(shape.B, shape.T, shape.HV, shape.V, dtype=shape.dtype)
             ht = run.empty(*shape.state(N, shape.HV), dtype=h0.dtype)
@@ -67,8 +75,7 @@ def in_place(run: Runner, name: str, shape: Shape, options: Options | None = Non
                 expected = pool.clone()
                 for n in kept:
                     expected[slots[n]] = ht[n]
-                named = slots if wide else [min(slot, 1 << 30) for slot in slots]
-                indices = torch.tensor(named, dtype=torch.int64 if wide else torch.int32, device=run.device)
+                indices = indices_of(2, torch.int64) if wide else indices_of(3, torch.int32)
                 again = run.empty(*o.shape, dtype=shape.dtype)
                 call(run, function, shape, t, again, pool, h0=pool, indices=indices)
                 key = f"{function[0]}{32 << wide}"
@@ -79,7 +86,7 @@ def in_place(run: Runner, name: str, shape: Shape, options: Options | None = Non
             before, expected = pool.clone(), target.clone()
             for n in kept:
                 expected[slots[n]] = ht[n].to(BF16)
-            call(run, function, shape, t, again, target, h0=pool, indices=indices)
+            call(run, function, shape, t, again, target, h0=pool, indices=indices_of(0, torch.int64))
             if h0.dtype == FP32:  # else rounded twice here
                 errors[f"{function[0]}_target"] = different(target, expected), 0.0
             errors[f"{function[0]}_source"] = different(pool, before), 0.0

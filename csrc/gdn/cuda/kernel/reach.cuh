@@ -7,8 +7,8 @@
 
 namespace cula::gdn::cuda {
 
-// A state whose share in a later one is below 2^kForgotten of its norm counts for nothing there: unless its norm
-// exceeds 4, fp32 has no normal number for that.
+// A state whose share in a later one is below 2^kForgottenShare of its norm counts for nothing there: unless its
+// norm exceeds 4, fp32 has no normal number for that.
 inline constexpr float kForgottenShare = -128.0f;
 
 struct ReachArgs {

@@ -104,7 +104,9 @@ __global__ void __launch_bounds__(kForwardThreads<kValueTiles>, 1)
     return;
   }
   Unit unit = make_unit(args, segment, head, value);
-  // Whoever writes them may run just before.
+  // find_segment has read cu_seqlens before any wait, and so may the slots be: prepare starts only when whoever wrote
+  // them has ended, and this kernel after prepare. Where prepare has no blocks, the kernel before this one is the
+  // caller's and may be writing the slots: such a call alone needs this wait.
   if (args.initial_slots.indices != nullptr || args.final_slots.indices != nullptr) wait_for_previous();
   if (!segment.is_first || args.moves_initial_state) {
     const int64_t from = segment.is_first ? last_place(args.segments, segment.sequence) : place - 1;
