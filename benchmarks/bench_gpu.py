@@ -117,7 +117,7 @@ def ours(backend: str) -> Peer:
         return (x["q"], x["k"], x["v"], x["g"], x["beta"], None, None, x["h0"], x["cu_seqlens"], x["cu_seqlens_cpu"])
 
     def options(x: Inputs) -> tuple[Any, ...]:
-        return (x["scale"], 64, False, False, False, False, False, backend)
+        return (x["scale"], 64, *(False,) * 6, backend)
 
     def forward(x: Inputs) -> Callable[[], Any]:
         def call() -> Any:

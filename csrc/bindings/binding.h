@@ -65,7 +65,7 @@ template <class Result, class... Args, Result (*Function)(Request, Args...)>
 struct Binding<Function> {
   Result operator()(Args... args, Tensor offsets, Tensor cu_seqlens, Tensor chunk_indices, ffi::Optional<double> scale,
                     int64_t chunk_size, bool use_qk_l2norm, bool use_gate, bool use_beta_sigmoid, bool allow_neg_eigval,
-                    bool state_v_first, std::string backend, int64_t num_threads) const {
+                    bool state_v_first, bool batch_invariant, std::string backend, int64_t num_threads) const {
     return translate_errors([&] {
       Request request;
       request.cu_seqlens = get(cu_seqlens);
@@ -79,6 +79,7 @@ struct Binding<Function> {
       problem.use_beta_sigmoid = use_beta_sigmoid;
       problem.allow_neg_eigval = allow_neg_eigval;
       problem.state_v_first = state_v_first;
+      problem.batch_invariant = batch_invariant;
       problem.backend = backend_from_name(backend);
       problem.num_threads = static_cast<int>(num_threads);
       return Function(std::move(request), args...);

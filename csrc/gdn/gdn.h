@@ -61,6 +61,12 @@ struct Problem {
   bool allow_neg_eigval = false;  // beta = 2 sigmoid(logit); needs use_beta_sigmoid
   bool state_v_first = false;     // states are [.., V, K] instead of [.., K, V]
 
+  // The bits of a sequence's results do not depend on the other sequences of the batch: whatever changes the order of
+  // roundings follows from HV, K, V, dtype and C alone. Not so dA_log and ddt_bias, which are sums over all sequences.
+  // On GPUs it costs time, and memory in the sm90 backward; the cpu backend's schedule has the property anyway. Context
+  // parallelism refuses it: its cuts follow from the whole stream. Decoding has it without being asked.
+  bool batch_invariant = false;
+
   Backend backend = Backend::kAuto;
   DLDevice device = {kDLCPU, 0};
   int num_threads = 0;  // of the CPU backend; 0: all that the machine has. Never changes a bit of the result.

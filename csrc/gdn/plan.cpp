@@ -158,7 +158,7 @@ std::string Plan::describe() const {
   }
   if (backend_ == Backend::kCuda) {
     const ScanSizes sizes = scan_sizes(*this);
-    text += concat("\n  passes over the chunks: ", choose_scan_schedule(sizes).describe(sizes.longest));
+    text += concat("\n  passes over the chunks: ", choose_scan_schedule(*this).describe(sizes.longest));
   }
   if (backend_ == Backend::kCuda || backend_ == Backend::kSm90) {
     const ScanSizes sizes = scan_sizes(*this);
@@ -171,6 +171,12 @@ std::string Plan::describe() const {
                    "\n  backward: ", sm90::choose_backward_schedule(*this).describe(),
                    "\n  stages intra, recompute_w_u, fwd_h, fwd_o, dv_local, dhu, dqkwg and wy backward: backend sm90",
                    "\n  other stages, decoding, and operands whose rows are not aligned to 16 bytes: backend cuda");
+  }
+  if (p.batch_invariant) {
+    text += "\n  batch-invariant: ";
+    text += backend_ == Backend::kCpu
+                ? "as always on this backend"
+                : concat("order of roundings as planned for one sequence of ", kInvariantTokens, " tokens");
   }
   text += concat("\n  workspace: forward ", forward_workspace_bytes(false), " B (", forward_workspace_bytes(true),
                  " B when saving for backward), backward ", backward_workspace_bytes(), " B");

@@ -128,4 +128,13 @@ ScanSizes scan_sizes(const Plan& plan) {
   return sizes;
 }
 
+ScanSchedule choose_scan_schedule(const Plan& plan) {
+  ScanSizes sizes = scan_sizes(plan);
+  if (plan.problem().batch_invariant) {
+    sizes.sequences = 1;
+    sizes.longest = sizes.chunks = kInvariantTokens / plan.problem().chunk_size;
+  }
+  return choose_scan_schedule(sizes);
+}
+
 }  // namespace cula::gdn

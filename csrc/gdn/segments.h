@@ -60,6 +60,10 @@ Segments choose_segments(const ScanWork& work);
 // and results do not depend on it.
 inline constexpr int64_t kPlannedMultiprocessors = 132;
 
+// What changes bits is planned for one sequence of this many tokens, whatever the batch holds, where
+// Problem::batch_invariant asks for it. Long enough for few heads to be cut; nothing depends on the value but speed.
+inline constexpr int64_t kInvariantTokens = 32768;
+
 struct ScanSizes {
   int64_t sequences = 0;  // that have tokens
   int64_t longest = 0;    // chunks of the longest sequence
@@ -84,5 +88,7 @@ ScanSchedule choose_scan_schedule(const ScanSizes& sizes, bool may_split = !sequ
 // The blocks of a summary for context parallelism: of one whole sequence, V columns wide or, with M, V + K.
 ScanSchedule choose_summary_schedule(const ScanSizes& sizes, bool with_map);
 ScanSizes scan_sizes(const Plan& plan);
+// Of the plan's own sizes, or of those of kInvariantTokens.
+ScanSchedule choose_scan_schedule(const Plan& plan);
 
 }  // namespace cula::gdn

@@ -1,7 +1,7 @@
 """The compiled library, loaded once, as plain functions on tensors.
 
 Each function takes its tensors (`None` for an absent one) and then the options that all of them share: offsets on the
-host and on the device, chunk table, scale, chunk size, the five flags, backend name and number of threads. Argument
+host and on the device, chunk table, scale, chunk size, the six flags, backend name and number of threads. Argument
 checks, and the exceptions that they raise, are those of the C++ interface.
 """
 

@@ -24,7 +24,7 @@ INPUTS_SCHEMA = (
 # In the order in which the compiled library takes them.
 OPTIONS_SCHEMA = (
     "float? scale, int chunk_size, bool use_qk_l2norm, bool use_gate, bool use_beta_sigmoid, bool allow_neg_eigval, "
-    "bool state_v_first, str backend"
+    "bool state_v_first, bool batch_invariant, str backend"
 )
 
 
@@ -96,6 +96,7 @@ def _allocate_forward(
     use_beta_sigmoid: bool,
     allow_neg_eigval: bool,
     state_v_first: bool,
+    batch_invariant: bool,
     backend: str,
 ) -> OptionalTensors:
     o = _dense_like(v)

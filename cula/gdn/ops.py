@@ -37,6 +37,7 @@ def chunk_gated_delta_rule(
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     chunk_size: int = 64,
+    batch_invariant: bool = False,
     backend: str | None = None,
     output: Tensor | None = None,
     output_state: Tensor | None = None,
@@ -96,6 +97,11 @@ def chunk_gated_delta_rule(
         A_log: HV elements, float; required with use_gate_in_kernel.
         dt_bias: HV elements, float; only with use_gate_in_kernel.
         chunk_size: 16, 32 or 64 tokens; the result is the same up to rounding.
+        batch_invariant: the bits of a sequence's o, final state and gradients do not depend on which other sequences
+            are in the batch, nor on where in it the sequence is. (Those of dA_log and ddt_bias do: they are sums over
+            all tokens.) Long sequences of few heads are then cut as one sequence of 32768 tokens would be, and on
+            sm90 not at all in backward, which takes longer and, for long packed batches, more memory: `plan` says how
+            much. The cpu backend has the property anyway. Not with a cp_context over a group.
         backend: "cpu", "cuda" or "sm90"; None or "auto" lets the library choose for the device of the tensors.
         output: `[B, T, HV, V]` in the dtype of q: o is written there. This and the following arguments are for
             serving; with any of them nothing has a gradient, and cp_context must be None.
@@ -156,7 +162,7 @@ def chunk_gated_delta_rule(
     _arguments.check_options(
         scale, backend, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
-        state_v_first=state_v_first, output_final_state=output_final_state,
+        state_v_first=state_v_first, output_final_state=output_final_state, batch_invariant=batch_invariant,
     )  # fmt: skip
     _arguments.refuse_tangents(
         "chunk_gated_delta_rule", q, k, v, g, beta, A_log, dt_bias, initial_state, output, output_state,
@@ -167,7 +173,7 @@ def chunk_gated_delta_rule(
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     options = (
         scale, chunk_size, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-        state_v_first, "auto" if backend is None else backend,
+        state_v_first, batch_invariant, "auto" if backend is None else backend,
     )  # fmt: skip
     wanted = Serving.of(
         output, output_state, state_indices, state_checkpoints, checkpoint_cu_starts, checkpoint_every_n_tokens
@@ -178,6 +184,11 @@ def chunk_gated_delta_rule(
         return wanted.chunk(inputs, (cu_seqlens, cu_seqlens_cpu), chunk_indices, output_final_state, options)
     saves = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     if cp_context is not None and cp_context.group is not None:
+        if batch_invariant:
+            raise ValueError(
+                "batch_invariant: expected False with a cp_context over a group, whose cuts follow from the whole "
+                "stream, got True"
+            )
         return context_parallel(cp_context, inputs, chunk_indices, output_final_state, saves, options)
     o, final_state, *_ = forward_operator(saves, (*inputs, cu_seqlens, cu_seqlens_cpu, chunk_indices))(
         *inputs, cu_seqlens, cu_seqlens_cpu, chunk_indices, output_final_state, saves, *options

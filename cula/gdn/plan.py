@@ -57,6 +57,7 @@ def plan(
     chunk_size: int = 64,
     use_qk_l2norm_in_kernel: bool = False,
     use_gate_in_kernel: bool = False,
+    batch_invariant: bool = False,
     backend: str | None = None,
 ) -> Plan:
     """The schedule and the workspace of a call with these sizes, without running it.
@@ -70,7 +71,7 @@ def plan(
     info = _native.plan_info(
         batch, tokens, heads, value_heads, key_dim, value_dim, dtype, _DEVICE_TYPES[place.type], place.index or 0,
         host_offsets(cu_seqlens, None), None, None, None, chunk_size, use_qk_l2norm_in_kernel,
-        use_gate_in_kernel, False, False, False, backend or "auto", _native.num_threads(),
+        use_gate_in_kernel, False, False, False, batch_invariant, backend or "auto", _native.num_threads(),
     )  # fmt: skip
     values: dict[str, Any] = {str(key): value if isinstance(value, int) else str(value) for key, value in info.items()}
     return Plan(**values)

@@ -150,7 +150,7 @@ def fused_recurrent_gated_delta_rule(
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     options = (
         scale, 64, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-        state_v_first, "auto" if backend is None else backend,
+        state_v_first, False, "auto" if backend is None else backend,
     )  # fmt: skip
     wanted = Serving.of(
         output, output_state, state_indices, state_checkpoints, checkpoint_cu_starts, checkpoint_every_n_tokens

@@ -96,7 +96,7 @@ def reference_gated_delta_rule(
     on_cpu = (None if x is None else x.cpu() for x in inputs)
     options = (
         scale, 64, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-        state_v_first, "cpu",
+        state_v_first, False, "cpu",
     )  # fmt: skip
     o, final_state = _ReferenceFunction.apply(output_final_state, options, *on_cpu)
     return o.to(q.device), None if final_state is None else final_state.to(q.device)

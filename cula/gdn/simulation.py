@@ -114,7 +114,7 @@ def simulate(
         raise ValueError("gradients: expected output_final_state=True with a gradient of the final state")
     options = (
         scale, chunk_size, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-        state_v_first, backend or "auto",
+        state_v_first, False, backend or "auto",
     )  # fmt: skip
     v = inputs["v"]
     given = {"g": _arguments.zero_gate(v), **inputs}

@@ -89,7 +89,7 @@ class _Stage:
         offsets = native_offsets(cu_seqlens, cu_seqlens_cpu, members[0])
         self.run(
             *members, *sizes, dtype, *offsets, chunk_indices, scale, chunk_size, False, False, False, False,
-            state_v_first, backend or "auto", _native.num_threads(),
+            state_v_first, False, backend or "auto", _native.num_threads(),
         )  # fmt: skip
 
 

@@ -492,5 +492,20 @@ TEST(Rules, HalvesOfForwardNeedWhatLiesBetween) {
   expect_error([&] { cp::prepare(run.plan, t, space); }, "ValueError", {"o"});
 }
 
+// Cuts between ranks follow from the whole stream.
+TEST(ContextParallel, RefusesBatchInvariance) {
+  gdn::Problem problem = make_case(DType::kFloat32, 1, 100, 1, 2, 16, 16).problem;
+  problem.batch_invariant = true;
+  const gdn::Plan plan = gdn::Plan::make(problem);
+  const auto refuses = [&](auto run) {
+    expect_error(run, "ValueError", {"batch_invariant", "context parallelism", "got true"});
+  };
+  refuses([&] { cp::prepare(plan, {}, {}, nullptr); });
+  refuses([&] { cp::advance(plan, {}, {}, nullptr); });
+  refuses([&] { cp::summarize(plan, {}, {}, nullptr); });
+  refuses([&] { cp::summarize_adjoint(plan, {}, {}, nullptr); });
+  refuses([&] { cp::merge(plan, {}, {}, nullptr); });
+}
+
 }  // namespace
 }  // namespace cula::test

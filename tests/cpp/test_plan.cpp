@@ -1,8 +1,10 @@
 // The plan as a pure function of a problem.
 #include <algorithm>
 #include <cmath>
+#include <tuple>
 
 #include "gdn/cpu/batches.h"
+#include "gdn/segments.h"
 #include "gdn/sm90/backward_schedule.h"
 #include "gdn/sm90/schedule.h"
 #include "operator_case.h"
@@ -435,6 +437,96 @@ TEST(HopperBackwardSchedule, FillsTheMachine) {
   EXPECT_EQ(packed.segment_chunks, 260);
   EXPECT_EQ(packed.windows, 2);
   EXPECT_EQ(choose({64}, 1, false).segment_chunks, 0);
+}
+
+// Lengths of sequences that a batch holds beside one of kLength tokens.
+constexpr int64_t kLength = 5000;
+const std::vector<std::vector<int64_t>> kNeighbours = {
+    {}, {0}, {1, 0, 63}, {64, 40000}, {kLength, kLength, kLength}, std::vector<int64_t>(200, 70)};
+
+// A problem whose sequences are the neighbours and, at some place among them, one of kLength tokens.
+gdn::Problem with_neighbours(gdn::Problem problem, std::vector<int64_t> lengths, size_t place) {
+  lengths.insert(lengths.begin() + static_cast<int64_t>(std::min(place, lengths.size())), kLength);
+  std::vector<int64_t> offsets = {0};
+  for (const int64_t length : lengths) offsets.push_back(offsets.back() + length);
+  problem.tokens = offsets.back();
+  problem.sequence_offsets = offsets;
+  return problem;
+}
+
+// What changes bits is the same for a sequence alone and among any others; without the flag it is not.
+TEST(BatchInvariance, SchedulesDoNotFollowTheBatch) {
+  struct Choice {
+    bool narrow;
+    int64_t general_segment, forward_segment, backward_segment;
+    bool operator==(const Choice&) const = default;
+  };
+  int differ = 0, cut = 0;
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
+    for (const int64_t heads : {1, 2, 8, 32, 128}) {
+      for (const int64_t dim : {64, 128}) {
+        for (const int64_t chunk_size : {16, 64}) {
+          gdn::Problem problem = make_case(dtype, 1, kLength, heads, heads, dim, dim).problem;
+          problem.chunk_size = chunk_size;
+          const auto choice = [&](bool invariant, const std::vector<int64_t>& neighbours, size_t place) {
+            problem.batch_invariant = invariant;
+            const gdn::Plan plan = gdn::Plan::make(with_neighbours(problem, neighbours, place));
+            const gdn::ScanSchedule general = choose_scan_schedule(plan);
+            const gdn::sm90::BackwardSchedule backward = gdn::sm90::choose_backward_schedule(plan);
+            // Nothing of a packed sequence is carried from window to window.
+            EXPECT_TRUE(!invariant || backward.windows == 1);
+            return Choice{general.narrow, general.segments.chunks, gdn::sm90::choose_schedule(plan).segment_chunks,
+                          backward.segment_chunks};
+          };
+          const Choice alone = choice(true, {}, 0), own = choice(false, {}, 0);
+          EXPECT_EQ(alone.backward_segment, 0);
+          cut += alone.general_segment != 0 || alone.forward_segment != 0;
+          for (const std::vector<int64_t>& neighbours : kNeighbours) {
+            for (const size_t place : {size_t{0}, size_t{1}, neighbours.size()}) {
+              EXPECT_EQ(choice(true, neighbours, place), alone) << heads << " heads, dim " << dim;
+            }
+            differ += choice(false, neighbours, 0) != own;
+          }
+        }
+      }
+    }
+  }
+  EXPECT_GT(cut, 5);
+  EXPECT_GT(differ, 20);
+}
+
+// The same of rows of a batch; in backward, windows hold whole rows, however long.
+TEST(BatchInvariance, RowsAreScheduledAsPackedSequences) {
+  for (const int64_t heads : {2, 32}) {
+    for (const int64_t tokens : {100, 5000, 65536}) {
+      gdn::Problem problem = make_case(DType::kBFloat16, 1, tokens, heads, heads, 128, 128).problem;
+      problem.batch_invariant = true;
+      const auto choose = [&](int64_t batch) {
+        problem.batch = batch;
+        const gdn::Plan plan = gdn::Plan::make(problem);
+        const gdn::sm90::BackwardSchedule backward = gdn::sm90::choose_backward_schedule(plan);
+        EXPECT_EQ(backward.segment_chunks, 0);
+        const int64_t row_slots = (tokens + 63) / 64;
+        EXPECT_EQ(backward.windows > 1 ? backward.window_slots % row_slots : 0, 0);
+        EXPECT_GE(backward.windows * backward.window_slots, batch * row_slots);
+        return std::make_tuple(choose_scan_schedule(plan).narrow, choose_scan_schedule(plan).segments.chunks,
+                               gdn::sm90::choose_schedule(plan).segment_chunks);
+      };
+      const auto alone = choose(1);
+      for (const int64_t batch : {2, 3, 16}) EXPECT_EQ(choose(batch), alone) << heads << " heads, " << tokens;
+    }
+  }
+  gdn::Problem rows = make_case(DType::kBFloat16, 1, 8192, 32, 32, 128, 128).problem;
+  rows.batch_invariant = true;
+  rows.batch = 16;
+  EXPECT_GT(gdn::sm90::choose_backward_schedule(gdn::Plan::make(rows)).windows, 1);
+}
+
+TEST(BatchInvariance, IsPrinted) {
+  gdn::Problem problem = problem_of(2, 300);
+  EXPECT_EQ(gdn::Plan::make(problem).describe().find("batch-invariant"), std::string::npos);
+  problem.batch_invariant = true;
+  EXPECT_NE(gdn::Plan::make(problem).describe().find("batch-invariant: as always"), std::string::npos);
 }
 
 }  // namespace

@@ -24,6 +24,7 @@ struct CulaProblem {
   double scale;  // 0: default
   uint8_t dtype_code, dtype_bits;
   uint8_t l2norm, gate, sigmoid, neg_eigval, v_first;
+  uint8_t batch_invariant;
   uint8_t backend;  // 0 cuda, 1 sm90, 2 the one that the library chooses
 };
 
@@ -174,6 +175,7 @@ void* cula_plan(const CulaProblem* p, int device_id, char* error, size_t error_b
     problem.use_beta_sigmoid = p->sigmoid;
     problem.allow_neg_eigval = p->neg_eigval;
     problem.state_v_first = p->v_first;
+    problem.batch_invariant = p->batch_invariant;
     constexpr Backend kBackends[] = {Backend::kCuda, Backend::kSm90, Backend::kAuto};
     problem.backend = kBackends[p->backend];
     problem.device = {kDLCUDA, device_id};

@@ -115,7 +115,7 @@ def main() -> int:
     rounding = 1e-2 if dtype == torch.bfloat16 else 2e-3
     theirs = their_payloads(t, ranks)
     for v_first in (False, True):
-        options = (*OPTIONS, v_first, "auto")
+        options = (*OPTIONS, v_first, False, "auto")
         ours = our_payloads(t, ranks, options)
         for direction, name in ((0, "forward"), (1, "backward")):
             # The state that enters the last rank; the gradient of the state that leaves the first.

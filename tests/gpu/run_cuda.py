@@ -18,7 +18,15 @@ from pathlib import Path
 
 import torch
 from harness import page, pools
-from harness.checks import against_baseline, bits, guarded, large_checks, sanitizer_checks, small_checks
+from harness.checks import (
+    against_baseline,
+    batch_invariance,
+    bits,
+    guarded,
+    large_checks,
+    sanitizer_checks,
+    small_checks,
+)
 from harness.library import Library
 from harness.runner import Runner
 from harness.timing import host_cost, timings
@@ -109,6 +117,7 @@ def main() -> int:
             large_checks(run)
             guarded(run, "errors at most FLA's", against_baseline)
             guarded(run, "bits", bits)
+            guarded(run, "alone", batch_invariance)
             guarded(run, "pools: replay", pools.replay)
     print(f"{run.count - len(run.failures)} of {run.count} checks passed in {time.time() - start:.0f} s", flush=True)
     for failure in run.failures:

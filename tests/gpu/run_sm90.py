@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import torch
 from harness import pools
-from harness.checks import BF16, FP16, NAMES, against_baseline, bits, guarded
+from harness.checks import BF16, FP16, NAMES, against_baseline, batch_invariance, bits, guarded
 from harness.chunked import chunked
 from harness.library import Library, LibraryError, Shape, Tensor
 from harness.reference import INFINITY, TOLERANCE, Options, error, make_inputs, recurrence, to_device
@@ -513,6 +513,7 @@ def main() -> int:
             shapes(run)
             guarded(run, "errors at most FLA's", against_baseline)
             guarded(run, "bits", bits)
+            guarded(run, "alone", batch_invariance)
         pools.small(run, 128, 128)
         pools.segments(run)
         guarded(run, "pools: replay", pools.replay)

@@ -57,7 +57,7 @@ FLAG_PAIRS = {"+".join(names): {**FLAGS[names[0]], **FLAGS[names[1]]} for names 
 Tensors = dict[str, Tensor]
 
 # Only the library's own speed and schedule depend on these.
-_NOT_FOR_REFERENCE = ("chunk_size", "backend", "cu_seqlens_cpu", "chunk_indices")
+_NOT_FOR_REFERENCE = ("chunk_size", "backend", "batch_invariant", "cu_seqlens_cpu", "chunk_indices")
 
 
 def offsets(lengths: list[int] | tuple[int, ...], dtype: torch.dtype = torch.int64, device: str = "cpu") -> Tensor:

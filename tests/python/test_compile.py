@@ -23,7 +23,7 @@ def operator_arguments(inputs, flags):
     options = [
         name in flags
         for name in ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval",
-                     "state_v_first")
+                     "state_v_first", "batch_invariant")
     ]  # fmt: skip
     return [inputs.get(name) for name in names] + [None], [None, 64, *options, "auto"]
 
@@ -33,6 +33,7 @@ SETTINGS = {
     "gate": (GATE, None),
     "all": (ALL_FLAGS, None),
     "packed": (L2NORM, [30, 0, 41]),
+    "batch_invariant": ({"batch_invariant": True}, [30, 0, 41]),
 }
 
 

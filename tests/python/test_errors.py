@@ -72,6 +72,15 @@ REJECTED = {
         TypeError,
         "^cp_context: .*build_cp_context.*SimpleNamespace",
     ),
+    "batch_invariant_with_cp": (
+        dict(
+            WITHOUT_STATE,
+            cp_context=types.SimpleNamespace(cu_seqlens=offsets([70]), group=object()),
+            batch_invariant=True,
+        ),
+        ValueError,
+        "^batch_invariant: expected False with a cp_context .* got True",
+    ),
     "case_27_batch_and_cu_seqlens": (
         dict(valid(state=False), cu_seqlens=offsets([35, 35])),
         ValueError,
@@ -223,13 +232,13 @@ def test_rejected_backward_names_the_gradient():
     x = make_inputs(1, 9, 1, 1, 4, 4)
     inputs = [x[n] for n in ("q", "k", "v", "g", "beta")]
     _, _, A, *norms = torch.ops.cula_gdn.chunk_forward(
-        *inputs, None, None, None, None, None, None, False, True, None, 64, False, False, False, False, False, "auto"
+        *inputs, None, None, None, None, None, None, False, True, None, 64, *(False,) * 6, "auto"
     )
     for do, pattern in ((torch.zeros(1, 9, 1, 5), "^do: expected shape"), (torch.zeros(1, 9, 1, 4).int(), "^do: ")):
         with pytest.raises((ValueError, TypeError), match=pattern):
             torch.ops.cula_gdn.chunk_backward(
                 do, None, *inputs, None, None, None, None, None, A, *norms, [True] * 5 + [False] * 3,
-                None, 64, False, False, False, False, False, "auto",
+                None, 64, *(False,) * 6, "auto",
             )  # fmt: skip
 
 
@@ -493,6 +502,7 @@ def test_sigmoid_of_a_given_beta_is_not_assumed():
     + [
         ("output_final_state", "no", "True or False, got str"),
         ("state_v_first", 1, "True or False, got int"),
+        ("batch_invariant", 1, "True or False, got int"),
         ("use_gate_in_kernel", None, "True or False, got NoneType"),
     ]
     + [("backend", 1, "a string or None, got int"), ("chunk_size", 64.0, "an int, got float")],

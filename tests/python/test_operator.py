@@ -191,6 +191,60 @@ def test_results_do_not_depend_on_the_number_of_threads(threads, dtype):
         torch.set_num_threads(before)
 
 
+# Tokens by sequence: several are cut where there are few heads, by themselves or beside others, at other places.
+NEIGHBOURS = [130, 0, 2100, 64, 1, 1000]
+
+
+def sequence_of(results, n, begin, end):
+    """What is sequence n's of the results of a packed call; not the sums over all sequences."""
+    per_sequence = ("final_state", "dinitial_state")
+    return {
+        name: x[n : n + 1] if name in per_sequence else x[:, begin:end]
+        for name, x in results.items()
+        if name not in ("dA_log", "ddt_bias")
+    }
+
+
+@parametrize(dtype=[torch.float32, torch.bfloat16])
+@parametrize(flags={"plain": {}, "all": ALL_FLAGS})
+@pytest.mark.parametrize("heads", [1, 4])
+def test_batch_invariance_of_packed_sequences(heads, flags, dtype, device):
+    """A sequence alone, and wherever it lies among others."""
+    options = {**flags, "batch_invariant": True}
+    inputs = make_inputs(lengths=NEIGHBOURS, H=1, HV=heads, K=64, V=64, dtype=dtype, device=device, flags=flags)
+    do, dht = output_gradients(inputs, flags)
+    together = run(inputs, gradients=(do, dht), **options)
+    begin = 0
+    for n, length in enumerate(NEIGHBOURS):
+        end = begin + length
+        own = {
+            name: x[n : n + 1] if name == "initial_state" else x if name in ("A_log", "dt_bias") else x[:, begin:end]
+            for name, x in inputs.items()
+            if name != "cu_seqlens"
+        }
+        alone = run(own, gradients=(do[:, begin:end], dht[n : n + 1]), **options)
+        assert_identical(sequence_of(alone, 0, 0, length), sequence_of(together, n, begin, end))
+        begin = end
+
+
+@parametrize(dtype=[torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 130, 2100])
+def test_batch_invariance_of_rows(tokens, dtype, device):
+    inputs = make_inputs(3, tokens, 1, 2, 64, 64, dtype=dtype, device=device)
+    do, dht = output_gradients(inputs, {})
+    together = run(inputs, gradients=(do, dht), batch_invariant=True)
+    for b in range(3):
+        own = {name: x[b : b + 1] for name, x in inputs.items()}
+        alone = run(own, gradients=(do[b : b + 1], dht[b : b + 1]), batch_invariant=True)
+        assert_identical(alone, {name: x[b : b + 1] for name, x in together.items()})
+
+
+@parametrize(flags={"plain": {}, "all": ALL_FLAGS})
+def test_batch_invariant_results_are_accurate(flags, device):
+    inputs = make_inputs(lengths=[700, 0, 90], H=1, HV=2, K=64, V=64, dtype=torch.bfloat16, device=device, flags=flags)
+    check(inputs, **flags, batch_invariant=True)
+
+
 def test_backend_may_be_named():
     inputs = make_inputs(1, 70, 1, 1, 16, 16)
     assert_identical(run(inputs, backend="cpu"), run(inputs))

@@ -214,6 +214,12 @@ def test_library_info_and_plan():
     assert "T=200" in str(plan)
 
 
+def test_the_plan_says_that_it_is_batch_invariant():
+    invariant = cula.gdn.plan(2, 200, 2, 4, 64, 32, batch_invariant=True)
+    assert "batch-invariant" in str(invariant)
+    assert "batch-invariant" not in str(cula.gdn.plan(2, 200, 2, 4, 64, 32))
+
+
 def test_the_plan_counts_the_memory_of_the_gate():
     sizes = (1, 200, 2, 4, 64, 32)
     plain, gate = (cula.gdn.plan(*sizes, use_gate_in_kernel=use) for use in (False, True))

@@ -381,7 +381,7 @@ def test_schemas_hold():
     inputs = make_inputs(2, 20, 1, 1, 8, 8)
     g = [inputs[name] for name in ("q", "k", "v", "g", "beta")]
     results = (nan_like((2, 20, 1, 8)), nan_like((2, 1, 8, 8)), nan_like((10, 1, 8, 8)))
-    options = (None, 64, False, False, False, False, False, "auto")
+    options = (None, 64, *(False,) * 6, "auto")
     arguments = (*g, None, None, inputs["initial_state"], None, None)
     torch.library.opcheck(
         torch.ops.cula_gdn.recurrent_forward_out.default, (*arguments, None, None, 4, *results, *options)

@@ -7,6 +7,12 @@ namespace cula::gdn::cp {
 
 namespace {
 
+void refuse_batch_invariance(const Plan& plan) {
+  if (!plan.problem().batch_invariant) return;
+  throw_value_error(
+      "batch_invariant: expected false in context parallelism, whose cuts follow from the whole stream, got true");
+}
+
 void validate(const Plan& plan, const ForwardTensors& t) { validate_split_forward(plan, t); }
 void validate(const Plan& plan, const Summary& t) { validate_summary(plan, t); }
 void validate(const Plan& plan, const AdjointSummary& t) { validate_adjoint_summary(plan, t); }
@@ -28,6 +34,7 @@ void expect_results(const Plan& plan, const Arguments&, Workspace workspace) {
     return backend_table(plan.backend()).cp_##function##_workspace_bytes(plan);                     \
   }                                                                                                 \
   void function(const Plan& plan, const Arguments& arguments, Workspace workspace, Stream stream) { \
+    refuse_batch_invariance(plan);                                                                  \
     validate(plan, arguments);                                                                      \
     validate_workspace(workspace, function##_workspace_bytes(plan));                                \
     expect_results(plan, arguments, workspace);                                                     \

@@ -19,10 +19,7 @@ Call::Call(const Plan& plan, const DLTensor* cu_seqlens)
       group(problem.value_heads / problem.heads),
       token_rows(problem.batch * problem.tokens) {}
 
-ScanCut scan_cut(const Plan& plan) {
-  const ScanSizes sizes = scan_sizes(plan);
-  return {choose_scan_schedule(sizes), sizes.longest};
-}
+ScanCut scan_cut(const Plan& plan) { return {choose_scan_schedule(plan), scan_sizes(plan).longest}; }
 
 SequenceTable split_table(SequenceTable sequences, const ScanCut& cut) {
   sequences.segment_chunks = cut.schedule.segments.chunks;

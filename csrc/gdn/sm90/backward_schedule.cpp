@@ -78,12 +78,24 @@ BackwardSchedule choose_backward_schedule(const BackwardSizes& sizes, const Back
     found = true;
   };
   // Whole sequences: all, or some rows of a batch.
+  const auto consider_rows = [&](int64_t most_rows) {
+    const int64_t rows = sizes.slots / sizes.slots_per_row;
+    const int64_t windows = divide_up(rows, most_rows);
+    consider(0, divide_up(rows, windows) * sizes.slots_per_row);
+  };
   if (sizes.slots <= most) {
     consider(0, most);
   } else if (sizes.slots_per_row != 0 && sizes.slots_per_row <= most) {
-    const int64_t rows = sizes.slots / sizes.slots_per_row;
-    const int64_t windows = divide_up(rows, most / sizes.slots_per_row);
-    consider(0, divide_up(rows, windows) * sizes.slots_per_row);
+    consider_rows(most / sizes.slots_per_row);
+  }
+  if (sizes.batch_invariant) {
+    if (found) return best;
+    if (sizes.slots_per_row != 0) {
+      consider_rows(1);
+    } else {
+      consider(0, sizes.slots);
+    }
+    return best;
   }
   const auto consider_segments = [&](int64_t segment) {
     if (segment > most) return;
@@ -121,6 +133,7 @@ BackwardSchedule choose_backward_schedule(const Plan& plan) {
   sizes.value_heads = problem.value_heads;
   sizes.key_dim = problem.key_dim;
   sizes.value_dim = problem.value_dim;
+  sizes.batch_invariant = problem.batch_invariant;
   int64_t n = 0;
   for (const SequenceRange& sequence : plan.sequences()) {
     const int64_t first = problem.sequence_offsets ? sequence.begin / kChunk + n : n * sizes.slots_per_row;

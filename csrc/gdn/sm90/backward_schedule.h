@@ -30,6 +30,9 @@ struct BackwardSizes {
   int64_t value_heads = 0;
   int64_t key_dim = 0;
   int64_t value_dim = 0;
+  // Sequences run whole, whatever else is there (Problem::batch_invariant): where slots make cuts, those before it
+  // decide where a packed sequence is cut. Then only windows of rows bound memory.
+  bool batch_invariant = false;
 
   int64_t slot_bytes() const;  // what the scans leave of a slot
 };

@@ -11,6 +11,56 @@ namespace {
 
 constexpr int64_t kChunk = 64;
 
+int64_t waves(int64_t blocks) { return (blocks + kMultiprocessors - 1) / kMultiprocessors; }
+
+// Expects times of schedules.
+class Model {
+ public:
+  Model(const std::vector<int64_t>& lengths, int64_t value_heads, int64_t value_dim)
+      : value_heads_(value_heads), value_dim_(value_dim) {
+    for (const int64_t length : lengths) {
+      chunks_.push_back((length + kChunk - 1) / kChunk);
+      longest_ = std::max(longest_, chunks_.back());
+    }
+  }
+
+  int64_t longest() const { return longest_; }  // chunks
+  int most_value_tiles() const { return static_cast<int>(value_dim_ / 64); }
+
+  Schedule schedule(int value_tiles, int64_t segment) const {
+    constexpr Costs kCosts;
+    const int64_t parts = value_dim_ / (64 * value_tiles);
+    int64_t blocks = 0;
+    int64_t steps = 0;  // over all blocks
+    int64_t summaries = 0;
+    for (const int64_t n : chunks_) {
+      const int64_t count = segment == 0 ? 1 : std::max<int64_t>((n + segment - 1) / segment, 1);
+      blocks += count * value_heads_ * parts;
+      steps += n * value_heads_ * parts;
+      summaries += (count - 1) * value_heads_;
+    }
+    // Equal blocks run in whole waves; unequal ones fill up behind each other.
+    const double length = static_cast<double>(segment == 0 ? longest_ : std::min(segment, longest_));
+    const double average = static_cast<double>(steps) / static_cast<double>(std::max<int64_t>(blocks, 1));
+    const double forward_waves = static_cast<double>(waves(blocks));
+    double time =
+        std::max(length, forward_waves * average) * kCosts.chunk_us[value_tiles] + forward_waves * kCosts.start_us;
+    if (segment != 0) {
+      const int64_t remembered = std::min(std::max(longest_ - segment, int64_t{0}), kCosts.remembered_chunks);
+      time += static_cast<double>(waves(summaries * (value_dim_ / 64))) *
+                  (static_cast<double>(remembered) * kCosts.summary_chunk_us + kCosts.start_us) +
+              kCosts.merge_us;
+    }
+    return {value_tiles, segment, blocks, time};
+  }
+
+ private:
+  std::vector<int64_t> chunks_;  // of each sequence
+  int64_t longest_ = 0;
+  int64_t value_heads_;
+  int64_t value_dim_;
+};
+
 }  // namespace
 
 bool takes(const Problem& problem, std::string* reason) {
@@ -38,59 +88,46 @@ std::string Schedule::describe() const {
 }
 
 Schedule choose_schedule(const std::vector<int64_t>& lengths, int64_t value_heads, int64_t value_dim, bool may_split) {
-  constexpr Costs kCosts;
   constexpr int64_t kShortestSegment = 8;
   constexpr double kGain = 0.93;  // segments must be worth their noise
-  std::vector<int64_t> chunks;
-  int64_t longest = 0;
-  for (const int64_t length : lengths) {
-    chunks.push_back((length + kChunk - 1) / kChunk);
-    longest = std::max(longest, chunks.back());
-  }
-  const auto waves = [](int64_t blocks) { return (blocks + kMultiprocessors - 1) / kMultiprocessors; };
-
+  const Model model(lengths, value_heads, value_dim);
   Schedule best;
-  const auto consider = [&](int value_tiles, int64_t segment) {
-    const int64_t parts = value_dim / (64 * value_tiles);
-    int64_t blocks = 0;
-    int64_t steps = 0;  // over all blocks
-    int64_t summaries = 0;
-    for (const int64_t n : chunks) {
-      const int64_t count = segment == 0 ? 1 : std::max<int64_t>((n + segment - 1) / segment, 1);
-      blocks += count * value_heads * parts;
-      steps += n * value_heads * parts;
-      summaries += (count - 1) * value_heads;
+  const auto consider = [&](int64_t segment) {
+    for (int value_tiles = 1; value_tiles <= model.most_value_tiles(); value_tiles *= 2) {
+      const Schedule schedule = model.schedule(value_tiles, segment);
+      const double factor = segment != 0 && best.segment_chunks == 0 ? kGain : 1.0;
+      if (best.blocks == 0 || schedule.microseconds < best.microseconds * factor) best = schedule;
     }
-    // Equal blocks run in whole waves; unequal ones fill up behind each other.
-    const double length = static_cast<double>(segment == 0 ? longest : std::min(segment, longest));
-    const double average = static_cast<double>(steps) / static_cast<double>(std::max<int64_t>(blocks, 1));
-    const double forward_waves = static_cast<double>(waves(blocks));
-    double time =
-        std::max(length, forward_waves * average) * kCosts.chunk_us[value_tiles] + forward_waves * kCosts.start_us;
-    if (segment != 0) {
-      const int64_t remembered = std::min(longest - segment, kCosts.remembered_chunks);
-      time += static_cast<double>(waves(summaries * (value_dim / 64))) *
-                  (static_cast<double>(remembered) * kCosts.summary_chunk_us + kCosts.start_us) +
-              kCosts.merge_us;
-    }
-    const bool better =
-        best.blocks == 0 || time < best.microseconds * (segment != 0 && best.segment_chunks == 0 ? kGain : 1.0);
-    if (better) best = {value_tiles, segment, blocks, time};
   };
-  for (int value_tiles = 1; 64 * value_tiles <= value_dim; value_tiles *= 2) consider(value_tiles, 0);
+  consider(0);
   for (int64_t count = 2; may_split && count <= 64; ++count) {
-    const int64_t segment = (longest + count - 1) / count;
+    const int64_t segment = (model.longest() + count - 1) / count;
     if (segment < kShortestSegment) break;
-    for (int value_tiles = 1; 64 * value_tiles <= value_dim; value_tiles *= 2) consider(value_tiles, segment);
+    consider(segment);
+  }
+  return best;
+}
+
+Schedule choose_invariant_schedule(const std::vector<int64_t>& lengths, int64_t value_heads, int64_t value_dim,
+                                   bool may_split) {
+  const int64_t segment = choose_schedule({kInvariantTokens}, value_heads, value_dim, may_split).segment_chunks;
+  const Model model(lengths, value_heads, value_dim);
+  Schedule best = model.schedule(1, segment);
+  for (int value_tiles = 2; value_tiles <= model.most_value_tiles(); value_tiles *= 2) {
+    const Schedule schedule = model.schedule(value_tiles, segment);
+    if (schedule.microseconds < best.microseconds) best = schedule;
   }
   return best;
 }
 
 Schedule choose_schedule(const Plan& plan) {
+  const Problem& problem = plan.problem();
   std::vector<int64_t> lengths;
   lengths.reserve(plan.sequences().size());
   for (const SequenceRange& sequence : plan.sequences()) lengths.push_back(sequence.length);
-  return choose_schedule(lengths, plan.problem().value_heads, plan.problem().value_dim, !sequences_stay_whole());
+  const bool may_split = !sequences_stay_whole();
+  return problem.batch_invariant ? choose_invariant_schedule(lengths, problem.value_heads, problem.value_dim, may_split)
+                                 : choose_schedule(lengths, problem.value_heads, problem.value_dim, may_split);
 }
 
 }  // namespace cula::gdn::sm90

@@ -39,6 +39,10 @@ struct Costs {
 // lengths: tokens of each sequence.
 Schedule choose_schedule(const std::vector<int64_t>& lengths, int64_t value_heads, int64_t value_dim,
                          bool may_split = true);
+// For Problem::batch_invariant: segments as of one sequence of kInvariantTokens (segments.h), so that cuts, which are
+// counted from a sequence's start, are the same in any batch. Value tiles follow from the lengths.
+Schedule choose_invariant_schedule(const std::vector<int64_t>& lengths, int64_t value_heads, int64_t value_dim,
+                                   bool may_split = true);
 Schedule choose_schedule(const Plan& plan);
 
 }  // namespace cula::gdn::sm90

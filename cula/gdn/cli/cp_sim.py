@@ -193,7 +193,7 @@ def measure(shape: Shape, dtype: torch.dtype, options: argparse.Namespace) -> Mo
     plain = best_seconds(training_call(chunk_gated_delta_rule, inputs))
     middle = simulated_ranks(torch.tensor([0, 3 * tokens]), 3)[1]
     operands = (*inputs.values(), None, None, None)
-    call_options = (None, 64, False, False, False, False, False, "auto")
+    call_options = (None, 64, *(False,) * 6, "auto")
     do = torch.ones_like(inputs["v"])
 
     def rank() -> None:

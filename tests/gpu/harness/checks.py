@@ -224,6 +224,43 @@ def bits(run: Runner) -> None:
     run.report("graph: replay follows cu_seqlens", {"different": (0.0 if same else INFINITY, 0.0)})
 
 
+def alone(run: Runner, name: str, shape: Shape, options: Options) -> None:
+    """With batch_invariant, each packed sequence has the bits that it has by itself."""
+    shape = dataclasses.replace(shape, batch_invariant=True)
+    t = to_device(make_inputs(shape, options), run.device)
+
+    def results(shape: Shape, t: dict[str, Tensor]) -> dict[str, Tensor]:
+        saved = run.saved(shape)
+        o, ht = run.forward(shape, options, t, saved=saved)
+        assert ht is not None
+        gradients = run.backward(shape, options, t, saved)
+        return {"o": o, "ht": ht, **{name: x for name, x in gradients.items() if name not in ("A_log", "dt_bias")}}
+
+    together = results(shape, t)
+    different = dict.fromkeys(together, 0)
+    for n, (_, begin, end) in enumerate(shape.ranges):
+
+        def part(name: str, x: Tensor, n: int = n, begin: int = begin, end: int = end) -> Tensor:
+            if name in ("A_log", "dt_bias"):
+                return x
+            return x[n : n + 1] if name in ("h0", "ht", "dht") else x[:, begin:end].contiguous()
+
+        own = dataclasses.replace(shape, T=end - begin, offsets=None)
+        expected = results(own, {name: part(name, x) for name, x in t.items()})
+        for what, x in together.items():
+            different[what] += not torch.equal(part(what, x), expected[what])
+    run.report(f"alone: {name}", {what: (float(count), 0.0) for what, count in different.items()})
+
+
+def batch_invariance(run: Runner) -> None:
+    """Sequences that would be cut by themselves, or not, beside others."""
+    weak = Options(gate_scale=1 / 64)
+    flags = {"l2norm": True, "gate": True, "sigmoid": True}
+    alone(run, "1/2 heads", Shape(BF16, T=6400, H=1, HV=2, K=128, V=128, offsets=[0, 0, 4500, 4565, 6300]), weak)
+    alone(run, "all flags", Shape(FP16, T=3000, H=1, HV=2, K=64, V=64, offsets=[0, 130, 2999], **flags), weak)
+    alone(run, "64 heads", Shape(BF16, T=500, H=16, HV=64, K=128, V=128, offsets=[0, 64, 430]), weak)
+
+
 def guarded(run: Runner, name: str, check: Callable[[Runner], None]) -> None:
     if not run.wanted(name):
         return

@@ -43,7 +43,8 @@ class CProblem(ctypes.Structure):
         ("scale", ctypes.c_double),
         ("code", ctypes.c_uint8),
         ("bits", ctypes.c_uint8),
-        *((name, ctypes.c_uint8) for name in ("l2norm", "gate", "sigmoid", "neg_eigval", "v_first", "backend")),
+        *((name, ctypes.c_uint8) for name in ("l2norm", "gate", "sigmoid", "neg_eigval", "v_first", "batch_invariant")),
+        ("backend", ctypes.c_uint8),
     ]
 
 
@@ -93,6 +94,7 @@ class Shape:
     sigmoid: bool = False
     neg_eigval: bool = False
     v_first: bool = False
+    batch_invariant: bool = False
 
     @property
     def N(self) -> int:
@@ -159,7 +161,7 @@ class Library:
         problem = CProblem(
             *(shape.B, shape.T, shape.H, shape.HV, shape.K, shape.V, shape.C),
             *(offsets, len(shape.offsets or []), shape.scale, code, bits),
-            *(shape.l2norm, shape.gate, shape.sigmoid, shape.neg_eigval, shape.v_first),
+            *(shape.l2norm, shape.gate, shape.sigmoid, shape.neg_eigval, shape.v_first, shape.batch_invariant),
             BACKENDS.index(self.backend),
         )
         plan = self.lib.cula_plan(ctypes.byref(problem), 0, self.error, ctypes.c_size_t(1000))
