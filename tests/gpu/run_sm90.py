@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import torch
 from harness import pools
-from harness.checks import BF16, FP16, NAMES, against_baseline, batch_invariance, bits, guarded
+from harness.checks import BF16, FP16, NAMES, against_baseline, alone, batch_invariance, bits, guarded
 from harness.chunked import chunked
 from harness.library import Library, LibraryError, Shape, Tensor
 from harness.reference import INFINITY, TOLERANCE, Options, error, make_inputs, recurrence, to_device
@@ -163,6 +163,7 @@ def emulated(run: Runner) -> None:
     no_sequences(run)
     small_workspace(run)
     run.operator("emulated strong gates", Shape(BF16, T=128, K=128, V=128), Options(gate_scale=100.0))
+    alone(run, "emulated", Shape(BF16, T=700, H=1, HV=1, K=64, V=64, offsets=[0, 10, 690]), Options(gate_scale=1 / 64))
     run.operator("emulated gate -20", Shape(BF16, T=128, K=128, V=128), Options(constant_gate=-20.0))
 
 

@@ -130,23 +130,7 @@ def test_operator_called_without_saving_has_no_gradient():
     arguments = [inputs[n] for n in ("q", "k", "v", "g", "beta")]
     arguments[0].requires_grad_()
     o, *_ = torch.ops.cula_gdn.chunk_forward(
-        *arguments,
-        None,
-        None,
-        None,
-        None,
-        None,
-        None,
-        False,
-        False,
-        None,
-        64,
-        False,
-        False,
-        False,
-        False,
-        False,
-        "auto",
+        *arguments, None, None, None, None, None, None, False, False, None, 64, *(False,) * 6, "auto"
     )
     with pytest.raises(RuntimeError, match="save_for_backward=False"):
         o.sum().backward()
