@@ -96,7 +96,8 @@ def fused_recurrent_gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """The operator of `chunk_gated_delta_rule` token by token: for decoding, without gradients.
 
-    Arguments, shapes, dtypes and results are those of `chunk_gated_delta_rule`, except:
+    Arguments, shapes, dtypes and results are those of `chunk_gated_delta_rule`, except those below. Results are always
+    batch-invariant: the bits of a sequence's do not depend on the other sequences of the batch.
 
     Args:
         g: None is no decay.

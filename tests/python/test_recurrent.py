@@ -154,6 +154,22 @@ def test_deprecated_name_of_state_v_first():
         decode(inputs, transpose_state_layout=True, **V_FIRST)
 
 
+@parametrize(dtype=DTYPES)
+@parametrize(lengths=[[1, 1, 1], [3, 0, 70, 1]])
+def test_batch_invariance(lengths, dtype, device):
+    inputs = make_inputs(lengths=lengths, H=1, HV=2, K=96, V=40, dtype=dtype, device=device, flags=ALL_FLAGS)
+    together = decode(inputs, **ALL_FLAGS)
+    begin = 0
+    for n, length in enumerate(lengths):
+        tokens = slice(begin, begin + length)
+        own = {name: x[:, tokens] for name, x in inputs.items() if x.dim() > 2}
+        own |= {name: inputs[name] for name in ("A_log", "dt_bias")}
+        own["initial_state"] = inputs["initial_state"][n : n + 1]
+        expected = {"o": together["o"][:, tokens], "final_state": together["final_state"][n : n + 1]}
+        assert_identical(decode(own, **ALL_FLAGS), expected)
+        begin += length
+
+
 def test_autocast_is_that_of_the_chunked_operator():
     inputs = make_inputs(1, 4, 1, 1, 8, 16)
     with torch.autocast("cpu", dtype=torch.bfloat16):
