@@ -130,7 +130,7 @@ class Collectives:
         for name in self.OTHERS:
             setattr(dist, name, self._refuse)
         dist.all_gather_into_tensor = self._exchange
-        self.computations = {name: getattr(_native, name) for name in ("cp_advance", "backward")}
+        self.computations = {name: getattr(_native, name) for name in ("cp_advance", "cp_backward")}
         for name, function in self.computations.items():
             setattr(_native, name, self._noted(name, function))
         return self
