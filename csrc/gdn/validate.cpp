@@ -321,10 +321,6 @@ void check_checkpoints(const Checker& check, const Plan& plan, const ForwardTens
   }
 }
 
-// Both names: of the field, and of the Python argument.
-constexpr const char* kOutputName = "o (output)";
-constexpr const char* kOutputStateName = "final_state (output_state)";
-
 // Results that share memory would depend on the order of writes.
 void check_memory(const ForwardTensors& t) {
   struct Argument {
@@ -332,7 +328,7 @@ void check_memory(const ForwardTensors& t) {
     const char* name;
   };
   const Argument outputs[] = {
-      {t.o, kOutputName}, {t.final_state, kOutputStateName}, {t.state_checkpoints, "state_checkpoints"}};
+      {t.o, "o (output)"}, {t.final_state, "final_state (output_state)"}, {t.state_checkpoints, "state_checkpoints"}};
   const Argument inputs[] = {{t.q, "q"},
                              {t.k, "k"},
                              {t.v, "v"},
@@ -367,8 +363,8 @@ void check_forward(const Plan& plan, const ForwardTensors& t, int64_t step) {
   const Checker check(plan);
   const char* state_letters = t.state_indices != nullptr ? "slots HV S" : "N HV S";
   check_inputs(check, plan.problem(), t, true, state_letters);
-  check.output(t.o, kOutputName, "B T HV V", Kind::kOperand);
-  check.output(t.final_state, kOutputStateName, state_letters, Kind::kFloat, kOptional);
+  check.output(t.o, "o", "B T HV V", Kind::kOperand);
+  check.output(t.final_state, "final_state", state_letters, Kind::kFloat, kOptional);
   if (t.saved != nullptr) {
     Checker::require_absent(t.state_indices != nullptr, "state_indices", "where gradients are wanted");
     Checker::require_absent(t.checkpoint_every_n_tokens != 0, "checkpoint_every_n_tokens",
