@@ -8,8 +8,7 @@ template <int kKeyDim>
 void launch_backward_merge_for(const ScanArgs& args, device::Stream stream) {
   device::launch_dependent<backward_merge_kernel<kKeyDim>>(
       "backward_merge",
-      {.blocks =
-           2 * args.segments.sequences.num_sequences * args.value_heads * (args.value_dim() / kBackwardMergeColumns),
+      {.blocks = 2 * args.segments.sequences.num_sequences * args.value_heads * (args.value_dim() / kMergeColumns),
        .threads = kKeyDim,
        .stream = stream},
       args);

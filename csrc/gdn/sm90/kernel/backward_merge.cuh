@@ -5,25 +5,24 @@
 
 #include "common/device/dependent_launch.cuh"
 #include "gdn/sm90/collective/scan_pipeline.cuh"
+#include "gdn/sm90/collective/transition.cuh"
 
 namespace cula::gdn::sm90 {
-
-inline constexpr int kBackwardMergeColumns = 8;  // value columns a block
 
 // One thread a key; blocks: directions, sequences, value heads, groups of value columns, these fastest.
 template <int kKeyDim>
 __global__ void __launch_bounds__(kKeyDim) backward_merge_kernel(const __grid_constant__ ScanArgs args) {
   launch_dependents();
   wait_for_previous();
-  __shared__ float entering[kKeyDim][kBackwardMergeColumns];
-  const int groups = args.value_dim() / kBackwardMergeColumns;
+  __shared__ float entering[kKeyDim][kMergeColumns];
+  const int groups = args.value_dim() / kMergeColumns;
   const int heads = static_cast<int>(args.value_heads);
   const int units = static_cast<int>(args.segments.sequences.num_sequences) * heads * groups;
   const bool back_in_time = static_cast<int>(blockIdx.x) >= units;
   const int index = static_cast<int>(blockIdx.x) - (back_in_time ? units : 0);
   const int sequence_index = index / (heads * groups);
   const int head = (index - sequence_index * heads * groups) / groups;
-  const int value = (index - (sequence_index * heads + head) * groups) * kBackwardMergeColumns;
+  const int value = (index - (sequence_index * heads + head) * groups) * kMergeColumns;
   const Sequence sequence = find_sequence(args.segments.sequences, sequence_index);
   const int64_t chunks = (sequence.length + kRows - 1) / kRows;
   if (chunks == 0) return;
@@ -43,28 +42,11 @@ __global__ void __launch_bounds__(kKeyDim) backward_merge_kernel(const __grid_co
     float* target = results + unit * matrix + value * kKeyDim + key;
     sync_block();  // the columns of the segment before have been read
 #pragma unroll
-    for (int i = 0; i < kBackwardMergeColumns; ++i) entering[key][i] = previous[i * kKeyDim];
+    for (int i = 0; i < kMergeColumns; ++i) entering[key][i] = previous[i * kKeyDim];
     sync_block();
-    float sum[kBackwardMergeColumns];
-#pragma unroll
-    for (int i = 0; i < kBackwardMergeColumns; ++i) sum[i] = target[i * kKeyDim];
     // Transitions lie transposed: M[key][j] at j K + key.
     const float* transition = args.transitions + unit * kKeyDim * kKeyDim + key * (back_in_time ? kKeyDim : 1);
-    const int stride = back_in_time ? 1 : kKeyDim;
-#pragma unroll 32
-    for (int j = 0; j < kKeyDim; ++j) {
-      const float m = transition[j * stride];
-#pragma unroll
-      for (int i = 0; i < kBackwardMergeColumns; i += 4) {
-        const float4 x = *reinterpret_cast<const float4*>(&entering[j][i]);
-        sum[i] += m * x.x;
-        sum[i + 1] += m * x.y;
-        sum[i + 2] += m * x.z;
-        sum[i + 3] += m * x.w;
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kBackwardMergeColumns; ++i) target[i * kKeyDim] = sum[i];
+    add_transition(target, transition, back_in_time ? 1 : kKeyDim, entering);
   }
 }
 

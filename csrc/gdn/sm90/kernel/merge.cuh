@@ -4,10 +4,9 @@
 
 #include "common/device/dependent_launch.cuh"
 #include "gdn/sm90/collective/pipeline.cuh"
+#include "gdn/sm90/collective/transition.cuh"
 
 namespace cula::gdn::sm90 {
-
-inline constexpr int kMergeColumns = 8;  // value columns a block
 
 // One thread a key; blocks: sequences, value heads, groups of value columns, these fastest.
 template <int kKeyDim>
@@ -53,24 +52,7 @@ __global__ void __launch_bounds__(kKeyDim) merge_kernel(const ForwardArgs args) 
       entering[key][i] = s > 0 ? previous[i * kKeyDim] : load_initial(i);
     }
     sync_block();
-    float sum[kMergeColumns];
-#pragma unroll
-    for (int i = 0; i < kMergeColumns; ++i) sum[i] = target[i * kKeyDim];
-    const float* transition = args.transitions + index * kKeyDim * kKeyDim + key;
-#pragma unroll 32
-    for (int j = 0; j < kKeyDim; ++j) {
-      const float m = transition[j * kKeyDim];
-#pragma unroll
-      for (int i = 0; i < kMergeColumns; i += 4) {
-        const float4 x = *reinterpret_cast<const float4*>(&entering[j][i]);
-        sum[i] += m * x.x;
-        sum[i + 1] += m * x.y;
-        sum[i + 2] += m * x.z;
-        sum[i + 3] += m * x.w;
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kMergeColumns; ++i) target[i * kKeyDim] = sum[i];
+    add_transition(target, args.transitions + index * kKeyDim * kKeyDim + key, kKeyDim, entering);
   }
 }
 
