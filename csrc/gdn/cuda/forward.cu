@@ -54,13 +54,6 @@ size_t forward_workspace_bytes(const Plan& plan, bool saves_for_backward) {
 
 namespace {
 
-// Which halves of forward a call runs: what depends on one chunk alone and is saved (normalised q and k, A), and the
-// rest. The second without the first reads what that saved.
-struct Halves {
-  bool prepare = true;
-  bool advance = true;
-};
-
 void run_forward(const Plan& plan, const ForwardTensors& t, Workspace workspace, Stream stream_handle, Halves halves) {
   const Call call(plan, t.cu_seqlens);
   const Problem& problem = call.problem;

@@ -19,6 +19,13 @@ struct Call {
   int64_t token_rows;  // B T
 };
 
+// Which halves of forward a call runs: what depends on one chunk alone and is saved (normalised q and k, A), and the
+// rest. The second without the first reads what that saved.
+struct Halves {
+  bool prepare = true;
+  bool advance = true;
+};
+
 // How the passes of a plan run, its longest sequence in chunks, and the sequences with the segments of that.
 struct ScanCut {
   ScanSchedule schedule;
