@@ -24,6 +24,13 @@ template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
+// Behind a wait, for accumulators on which arithmetic follows that touches no memory: the compiler moves none of it
+// ahead of the wait.
+template <int kCount>
+__device__ __forceinline__ void wgmma_complete(float (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i]));
+}
 
 // The low word of a shared-memory descriptor: address and leading offset, in units of 16 bytes. Stepping an operand is
 // one addition to it; descriptors made anew for each product cost six dependent uniform instructions each.

@@ -55,19 +55,11 @@ __device__ __forceinline__ RawGates load_gates(const GateArgs& args, const Chunk
   return raw;
 }
 
-// The same to the L2 cache.
-__device__ __forceinline__ void prefetch_gates(const GateArgs& args, const Chunk& chunk, int64_t head) {
-  const auto prefetch = [&](const TensorArg& x, int row) {
-    const int bytes = x.dtype == DType::kFloat64 ? 8 : (x.dtype == DType::kFloat32 ? 4 : 2);
-    prefetch_line(static_cast<const unsigned char*>(x.data) + bytes * x.offset(chunk.batch, chunk.token + row, head));
-  };
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int row = 2 * lane_id() + r;
-    if (row >= chunk.length) continue;
-    prefetch(args.g, row);
-    prefetch(args.beta, row);
-  }
+// Brings the line of x that holds a row of a chunk to the L2 cache.
+__device__ __forceinline__ void prefetch_gate(const TensorArg& x, const Chunk& chunk, int row, int64_t head) {
+  if (row >= chunk.length) return;
+  const int bytes = x.dtype == DType::kFloat64 ? 8 : (x.dtype == DType::kFloat32 ? 4 : 2);
+  prefetch_line(static_cast<const unsigned char*>(x.data) + bytes * x.offset(chunk.batch, chunk.token + row, head));
 }
 
 // The gates of rows 2 lane and 2 lane + 1, summed up.

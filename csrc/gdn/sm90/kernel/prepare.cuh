@@ -7,7 +7,6 @@
 
 #include "common/device/dependent_launch.cuh"
 #include "common/device/mbarrier.cuh"
-#include "common/device/stmatrix.cuh"
 #include "common/device/tma.cuh"
 #include "common/device/wgmma.cuh"
 #include "gdn/sm90/collective/inverse.cuh"
@@ -31,13 +30,20 @@ struct PrepareArgs {
   ChunkFactors* factors;  // [slot, HV]; null: not wanted
 };
 
+// A row's g and beta as they lie in memory.
+struct alignas(16) RawGate {
+  uint2 g;
+  uint2 beta;
+};
+
 // kKeyHeads: how many key heads the value heads of a block have at most.
 template <int kKeyDim, int kKeyHeads>
 struct PrepareShared {
   struct Keys {
     SwizzledTile tiles[kKeyDim / 64];
   };
-  union Scratch {  // of one warp; the blocks are dead when A, rounded, takes their place
+  union Scratch {  // of one warp, one behind the other
+    RawGate gates[kRows];
     InverseScratch blocks;
     SwizzledTile A;
   };
@@ -67,61 +73,63 @@ __device__ __forceinline__ void multiply_keys(float (&c)[32], uint32_t keys) {
   }
 }
 
-// The blocks of this warp's rows on and below the diagonal. Rows and columns past the chunk's length become zero: keys
-// of the next sequence stand there.
-__device__ __forceinline__ void store_products(Products& products, float (&c)[32], int length) {
-  const int warp = warp_id();
-  const int row = 16 * warp + (lane_id() >> 2);
-  const int column = 2 * (lane_id() & 3);
-  if (length < kRows) {
-#pragma unroll
-    for (int i = 0; i < 32; ++i) {
-      if (row + 8 * (i / 2 % 2) >= length || column + 8 * (i / 4) + i % 2 >= length) c[i] = 0.0f;
-    }
-  }
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    if (j > warp) continue;
-    store_block(products, triangle_block(warp, j), reinterpret_cast<const Accumulators&>(c[8 * j]));
-  }
-}
-
-// The whole tile of A, upper triangle too.
-template <class T>
-__device__ __forceinline__ void store_rounded(uint32_t tile, const RoundedTriangle<T>& A) {
-  const int lane = lane_id();
-  const uint32_t row = tile + (lane & 15) * 128;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const uint32_t at = row + 16 * i * 128 + (((2 * j + (lane >> 4)) ^ (lane & 7)) << 4);
-      if (j <= i) {
-        const uint32_t(&r)[4] = A.r[triangle_block(i, j <= i ? j : 0)];
-        stmatrix_x4(at, r[0], r[1], r[2], r[3]);
-      } else {
-        stmatrix_x4(at, 0, 0, 0, 0);
-      }
-    }
-  }
-}
-
 // Brings what a later block reads to L2: the one that starts about when this one ends. A block waits longest for its
-// gates.
+// gates, of which a thread brings a row of g or beta, all heads at once.
 template <int kKeyDim>
-__device__ __forceinline__ void prefetch_ahead(const PrepareArgs& args, int warp) {
+__device__ __forceinline__ void prefetch_ahead(const PrepareArgs& args) {
   constexpr uint32_t kAhead = 4 * 132;  // the blocks that run at once; a tuning constant
   const uint32_t index = blockIdx.x + kAhead;
   if (index >= gridDim.x) return;
   const auto head_blocks = static_cast<uint32_t>(args.head_blocks);
   const uint32_t slot = index / head_blocks;
-  const int head = static_cast<int>((index - slot * head_blocks) * kPrepareHeads) + warp;
+  const int head = static_cast<int>((index - slot * head_blocks) * kPrepareHeads);
   Chunk chunk;
-  if (!find_chunk(args.sequences, slot, chunk) || head >= static_cast<int>(args.value_heads)) return;
-  prefetch_gates(args.gates, chunk, head);
+  if (!find_chunk(args.sequences, slot, chunk)) return;
+  static_assert(kPrepareThreads == 2 * kRows);
+  const int thread = static_cast<int>(threadIdx.x);
+  prefetch_gate(thread < kRows ? args.gates.g : args.gates.beta, chunk, thread % kRows, head);
   if (threadIdx.x < kKeyDim / 64) {
     tma_prefetch(args.k, {64 * static_cast<int>(threadIdx.x), head / static_cast<int>(args.group),
                           static_cast<int>(chunk.token), static_cast<int>(chunk.batch)});
+  }
+}
+
+// Heads that are neighbours lie side by side, so each warp loads some rows of all of them. Prefetches for a later block
+// go out meanwhile.
+template <int kKeyDim, class Scratch>
+__device__ __forceinline__ void load_block_gates(Scratch (&scratch)[kPrepareHeads], const PrepareArgs& args,
+                                                 const Chunk& chunk, int first_head, int last_head) {
+  constexpr int kStep = kPrepareThreads / kPrepareHeads;
+  static_assert(2 * kStep == kRows);
+  const int head = static_cast<int>(threadIdx.x) % kPrepareHeads;
+  const int row = static_cast<int>(threadIdx.x) / kPrepareHeads;
+  const bool active = first_head + head <= last_head;
+  RawGate raw[2] = {};
+  if (active) {
+    const auto load = [&](const TensorArg& x, uint2& upper, uint2& lower) {
+      const int64_t at = x.offset(chunk.batch, chunk.token + row, first_head + head);
+      if (row < chunk.length) upper = load_bits(x.data, x.dtype, at);
+      if (row + kStep < chunk.length) lower = load_bits(x.data, x.dtype, at + kStep * x.stride[1]);
+    };
+    load(args.gates.g, raw[0].g, raw[1].g);
+    load(args.gates.beta, raw[0].beta, raw[1].beta);
+  }
+  prefetch_ahead<kKeyDim>(args);
+  if (!active) return;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) scratch[head].gates[row + r * kStep] = raw[r];
+}
+
+// The rows of a chunk that has fewer than 64.
+template <class T>
+__device__ __forceinline__ void store_rows(const PrepareArgs& args, const SwizzledTile& tile, const Chunk& chunk,
+                                           int head) {
+  const int piece = lane_id() & 7;
+  T* out = static_cast<T*>(args.A_rows.data) + args.A_rows.offset(chunk.batch, chunk.token, head) + 8 * piece;
+#pragma unroll 1
+  for (int row = lane_id() >> 3; row < chunk.length; row += 4) {
+    *reinterpret_cast<uint4*>(out + row * args.A_rows.stride[1]) =
+        *reinterpret_cast<const uint4*>(tile.data + swizzled(row, piece));
   }
 }
 
@@ -159,12 +167,18 @@ __global__ void __launch_bounds__(kPrepareThreads, kKeyHeads == 1 ? 4 : (kKeyHea
   const int head = first_head + warp;
   const bool active = head <= last_head;
   ChunkFactors& factors = shared.factors[warp];
+  load_block_gates<kKeyDim>(shared.scratch, args, chunk, first_head, last_head);
+  sync_block();  // the barrier exists, too
   if (active) {
-    const RawGates raw = load_gates(args.gates, chunk, head);
-    prefetch_ahead<kKeyDim>(args, warp);
+    RawGates raw;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const RawGate row = shared.scratch[warp].gates[2 * lane + r];
+      raw.g[r] = row.g;
+      raw.beta[r] = row.beta;
+    }
     make_factors(factors, raw, args.gates, chunk, head, args.scale);
   }
-  sync_block();  // the barrier exists
   mbarrier_wait(barrier, 0);
 
   {
@@ -176,6 +190,8 @@ __global__ void __launch_bounds__(kPrepareThreads, kKeyHeads == 1 ? 4 : (kKeyHea
     }
     wgmma_commit();
     wgmma_wait<0>();
+#pragma unroll
+    for (int i = 0; i < kKeyHeads; ++i) wgmma_complete(c[i]);
     sync_block();
 #pragma unroll
     for (int i = 0; i < kKeyHeads; ++i) {
@@ -186,18 +202,26 @@ __global__ void __launch_bounds__(kPrepareThreads, kKeyHeads == 1 ? 4 : (kKeyHea
   if (!active) return;
 
   const Products& products = shared.key_heads[kKeyHeads == 1 ? 0 : head / group - first_key].products;
-  {
-    float squares[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = 2 * lane + r;
-      squares[r] = *products.at(triangle_block(row >> 4, row >> 4), row & 15, row & 15);
+  if (args.A_rows) {
+    RoundedTriangle<T> A;
+    invert_triangle(A, products, factors, shared.scratch[warp].blocks);
+    sync_warp();
+    const uint32_t tile = shared_address(&shared.scratch[warp].A);
+    store_triangle(tile, A);
+    fence_async_shared();
+    sync_warp();
+    if (chunk.length < kRows) {
+      store_rows<T>(args, shared.scratch[warp].A, chunk, head);
+    } else if (lane == 0) {
+      tma_store(args.A, {0, head, static_cast<int>(chunk.token), static_cast<int>(chunk.batch)}, tile);
+      tma_store_commit();
     }
+  }
+  if (args.factors != nullptr) {
+    const float squares[2] = {products.square(2 * lane), products.square(2 * lane + 1)};
     const float log2_norm = transition_log2_norm(factors, squares);
     if (lane == 0) factors.log2_norm = log2_norm;
     sync_warp();
-  }
-  if (args.factors != nullptr) {
     const uint4* source = reinterpret_cast<const uint4*>(&factors);
     uint4* target = reinterpret_cast<uint4*>(args.factors + slot * args.value_heads + head);
     constexpr int kPieces = sizeof(ChunkFactors) / 16;
@@ -206,31 +230,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kKeyHeads == 1 ? 4 : (kKeyHea
       if (32 * i + lane < kPieces) target[32 * i + lane] = source[32 * i + lane];
     }
   }
-  if (!args.A_rows) return;
-
-  RoundedTriangle<T> A;
-  invert_triangle(A, products, {factors, factors.first[kRows - 1] != 0}, shared.scratch[warp].blocks);
-  sync_warp();
-  const uint32_t tile = shared_address(&shared.scratch[warp].A);
-  store_rounded(tile, A);
-  if (chunk.length == kRows) {
-    fence_async_shared();
-    sync_warp();
-    if (lane == 0) {
-      tma_store(args.A, {0, head, static_cast<int>(chunk.token), static_cast<int>(chunk.batch)}, tile);
-      tma_store_commit();
-      tma_store_wait_read();
-    }
-    return;
-  }
-  sync_warp();
-  T* out = static_cast<T*>(args.A_rows.data) + args.A_rows.offset(chunk.batch, chunk.token, head);
-  const int piece = lane & 7;
-#pragma unroll 1
-  for (int row = lane >> 3; row < chunk.length; row += 4) {
-    *reinterpret_cast<uint4*>(out + row * args.A_rows.stride[1] + 8 * piece) =
-        *reinterpret_cast<const uint4*>(shared.scratch[warp].A.data + swizzled(row, piece));
-  }
+  if (lane == 0) tma_store_wait_read();
 }
 
 }  // namespace cula::gdn::sm90

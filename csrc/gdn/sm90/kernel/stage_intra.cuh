@@ -36,43 +36,6 @@ struct IntraShared {
   uint64_t loaded;
 };
 
-// The blocks of this warp's 16 rows on and below the diagonal, and zero past the chunk's length.
-__device__ __forceinline__ void store_key_products(Products& products, float (&c)[32], int length) {
-  const int warp = warp_id();
-  if (length < kRows) {
-#pragma unroll
-    for (int i = 0; i < 32; ++i) {
-      const int row = accumulator_row() + 8 * (i / 2 % 2);
-      const int column = accumulator_column() + 8 * (i / 4) + i % 2;
-      if (row >= length || column >= length) c[i] = 0.0f;
-    }
-  }
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    if (j > warp) continue;
-    store_block(products, triangle_block(warp, j), reinterpret_cast<const Accumulators&>(c[8 * j]));
-  }
-}
-
-// All of A by one warp, zeros above the diagonal too.
-template <class T>
-__device__ __forceinline__ void store_triangle(uint32_t tile, const RoundedTriangle<T>& A) {
-  const int lane = lane_id();
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const uint32_t at = tile + swizzled(16 * i + (lane & 15), 2 * j + (lane >> 4));
-      if (j <= i) {
-        const uint32_t(&r)[4] = A.r[triangle_block(i, j <= i ? j : 0)];
-        stmatrix_x4(at, r[0], r[1], r[2], r[3]);
-      } else {
-        stmatrix_x4(at, 0, 0, 0, 0);
-      }
-    }
-  }
-}
-
 template <class T, int kKeyDim, int kKeyHeads>
 __global__ void __launch_bounds__(kIntraThreads, kKeyHeads == 1 ? 4 : (kKeyHeads == 2 ? 3 : 2))
     intra_kernel(const __grid_constant__ IntraArgs args) {
@@ -117,18 +80,20 @@ __global__ void __launch_bounds__(kIntraThreads, kKeyHeads == 1 ? 4 : (kKeyHeads
     }
     wgmma_commit();
     wgmma_wait<0>();
+#pragma unroll
+    for (int i = 0; i < kKeyHeads; ++i) wgmma_complete(c[i]);
     sync_block();
 #pragma unroll
     for (int i = 0; i < kKeyHeads; ++i) {
-      if (i < keys) store_key_products(shared.key_heads[i].products, c[i], chunk.length);
+      if (i < keys) store_products(shared.key_heads[i].products, c[i], chunk.length);
     }
     sync_block();
   }
   if (!active) return;
 
   RoundedTriangle<T> A;
-  invert_triangle(A, shared.key_heads[kKeyHeads == 1 ? 0 : head / group - first_key].products,
-                  {factors, factors.first[kRows - 1] != 0}, shared.scratch[warp].blocks);
+  invert_triangle(A, shared.key_heads[kKeyHeads == 1 ? 0 : head / group - first_key].products, factors,
+                  shared.scratch[warp].blocks);
   sync_warp();
   const uint32_t tile = shared_address(&shared.scratch[warp].A);
   store_triangle(tile, A);

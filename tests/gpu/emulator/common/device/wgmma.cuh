@@ -10,6 +10,8 @@ inline void wgmma_fence() {}
 inline void wgmma_commit() {}
 template <int kPending>
 inline void wgmma_wait() {}
+template <int kCount>
+inline void wgmma_complete(float (&)[kCount]) {}
 
 inline uint32_t wgmma_operand(uint32_t shared_address, int leading_bytes = 16) {
   return ((shared_address & 0x3ffff) >> 4) | static_cast<uint32_t>(leading_bytes >> 4) << 16;
