@@ -181,7 +181,6 @@ void run_forward(const Plan& plan, const ForwardTensors& t, Workspace workspace,
     args.maps.A = device::make_tensor_map(operands.A, "A");
     args.maps.o = device::make_tensor_map(operands.o, "o");
     prepare.k = args.maps.k;
-    prepare.A = args.maps.A;
   }
   args.segments.sequences = call.sequences;
   args.segments.chunks = schedule.segment_chunks;

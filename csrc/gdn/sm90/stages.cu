@@ -109,7 +109,6 @@ void chunk_gated_delta_rule_fwd_intra(const Plan& plan, const stages::Intra& t, 
     args.grid = stage_grid(plan, call, t.g, t.beta);
     args.head_blocks = 0;
     args.k = map_of(k, "k");
-    args.A = map_of(A, "A");
     args.A_rows = tensor_arg(A);
     with_half_type(
         call, [&](auto element) { launch_intra<decltype(element)>(args, stage_shape(call.problem), native(stream)); });

@@ -9,6 +9,7 @@
 // (Z' rows) (K K^T) (columns X') with two factors a row, and K K^T serves all value heads of a key head as it is.
 #pragma once
 
+#include "common/device/ldmatrix.cuh"
 #include "common/device/mma_sync.cuh"
 #include "common/device/stmatrix.cuh"
 #include "gdn/sm90/collective/operand.cuh"
@@ -179,26 +180,20 @@ __device__ __forceinline__ void multiply(Accumulators& c, const LeftOperand& a, 
   mma_m16n8k8_tf32(c[0], second, b.corner[0], b.corner[1]);
 }
 
-// The inverse, rounded to T: four registers a block, as an operand of m16n8k16 (and for stmatrix).
+// A block of 16 x 16, rounded to T, as an operand of m16n8k16 (and for stmatrix).
+using RoundedBlock = uint32_t[4];
 template <class T>
-struct RoundedTriangle {
-  uint32_t r[kTriangleBlocks][4];
-
-  __device__ __forceinline__ void set(int row, int column, const Accumulators& c) {
+__device__ __forceinline__ void round_block(RoundedBlock& r, const Accumulators& c) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float* pair = &c[i >> 1][2 * (i & 1)];
-      r[triangle_block(row, column)][i] = pack_operand<T>(pair[0], pair[1]);
-    }
-  }
-  __device__ __forceinline__ void set(int block, const InvertedBlock& z) {
-    uint32_t(&x)[4] = r[triangle_block(block, block)];
-    x[0] = pack_operand<T>(z.upper[0], z.upper[1]);
-    x[1] = pack_operand<T>(z.corner[0], z.corner[1]);
-    x[2] = 0;
-    x[3] = pack_operand<T>(z.lower[0], z.lower[1]);
-  }
-};
+  for (int i = 0; i < 4; ++i) r[i] = pack_operand<T>(c[i >> 1][2 * (i & 1)], c[i >> 1][2 * (i & 1) + 1]);
+}
+template <class T>
+__device__ __forceinline__ void round_block(RoundedBlock& r, const InvertedBlock& z) {
+  r[0] = pack_operand<T>(z.upper[0], z.upper[1]);
+  r[1] = pack_operand<T>(z.corner[0], z.corner[1]);
+  r[2] = 0;
+  r[3] = pack_operand<T>(z.lower[0], z.lower[1]);
+}
 
 // Decays of rows from the last row before their half of a block, and of columns to it.
 __device__ __forceinline__ void make_block_factors(InverseScratch& scratch, const ChunkFactors& f, bool restarts) {
@@ -307,10 +302,11 @@ __device__ __forceinline__ void load_inverted_right(uint32_t (&b)[2], const floa
   b[1] = round_tf32(x.y);
 }
 
-// By one warp, with a scratch of its own.
-template <class T>
-__device__ __forceinline__ void invert_triangle(RoundedTriangle<T>& result, const Products& products,
-                                                const ChunkFactors& f, InverseScratch& scratch) {
+// By one warp, with a scratch of its own. Gives the blocks of 16 rows, on and left of the diagonal and rounded, to
+// sink(index, blocks) as soon as they are done; it may use scratch.diagonal.
+template <class T, class Sink>
+__device__ __forceinline__ void invert_triangle(const Products& products, const ChunkFactors& f,
+                                                InverseScratch& scratch, Sink&& sink) {
   const bool restarts = f.first[kRows - 1] != 0;
   make_block_factors(scratch, f, restarts);
   make_diagonal(scratch, products, f, restarts);
@@ -352,88 +348,119 @@ __device__ __forceinline__ void invert_triangle(RoundedTriangle<T>& result, cons
       if (b + i < 3) store_octet(scratch.corner[b + i], z[b + i].corner[0], z[b + i].corner[1]);
     }
   }
-#pragma unroll
-  for (int b = 0; b < 4; ++b) result.set(b, z[b]);
+  RoundedBlock rows[4];
+  round_block<T>(rows[0], z[0]);
   sync_warp();
+  sink(0, rows);
 #pragma unroll
   for (int b = 0; b < 3; ++b) load_octet(x[b].corner, scratch.corner[b]);
 
   // Blocks of 16.
-  Accumulators y32;
-#pragma unroll
-  for (int b = 0; b < 4; b += 2) {
+  const auto join = [&](Accumulators& y, int b) {
     Accumulators c = {};
-    Accumulators y = {};
     multiply(c, scaled_left(z[b + 1], scratch, 1, b + 1), products.right_operand(b + 1, b));
     multiply(y, scaled_left(c, scratch, 1, b), x[b]);
-    result.set(b + 1, b, y);
+  };
+  {
+    Accumulators y = {};
+    join(y, 0);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (b == 0) {
-        store_octet(scratch.below[i & 1][i >> 1], y[i >> 1][2 * (i & 1)], y[i >> 1][2 * (i & 1) + 1]);
-      } else {
-        y32[i >> 1][2 * (i & 1)] = y[i >> 1][2 * (i & 1)];
-        y32[i >> 1][2 * (i & 1) + 1] = y[i >> 1][2 * (i & 1) + 1];
-      }
+      store_octet(scratch.below[i & 1][i >> 1], y[i >> 1][2 * (i & 1)], y[i >> 1][2 * (i & 1) + 1]);
     }
+    round_block<T>(rows[0], y);
+    round_block<T>(rows[1], z[1]);
   }
   sync_warp();
+  sink(1, rows);
+  Accumulators y32 = {};
+  join(y32, 2);
 
-  // Blocks of 32: what stands left of X', by rows 2 and 3 and columns 0 and 1.
-  LeftOperand r2[2];
-  LeftOperand r3[2];
-  {
-    const LeftOperand z22 = scaled_left(z[2], scratch, 2, 2);
-    const LeftOperand z32 = scaled_left(y32, scratch, 2, 2);
-    const LeftOperand z33 = scaled_left(z[3], scratch, 2, 3);
-#pragma unroll
-    for (int column = 0; column < 2; ++column) {
-      const RightOperand p = products.right_operand(2, column);
-      Accumulators c = {};
-      Accumulators d = {};
-      multiply(c, z22, p);
-      multiply(d, z32, p);
-      multiply(d, z33, products.right_operand(3, column));
-      r2[column] = scaled_left(c, scratch, 2, column);
-      r3[column] = scaled_left(d, scratch, 2, column);
-    }
-  }
+  // Blocks of 32, 16 rows at once.
   RightOperand x10;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     load_octet(reinterpret_cast<uint32_t(&)[2]>(x10.r[4 * (i >> 1) + 2 * (i & 1)]), scratch.below[i & 1][i >> 1]);
   }
-#pragma unroll
-  for (int row = 2; row < 4; ++row) {
-    const LeftOperand(&r)[2] = row == 2 ? r2 : r3;
+  const auto join_rows = [&](const LeftOperand(&r)[2]) {
     Accumulators c = {};
     Accumulators d = {};
     multiply(c, r[0], x[0]);
     multiply(d, r[1], x[1]);
     multiply(c, r[1], x10);
-    result.set(row, 0, c);
-    result.set(row, 1, d);
+    round_block<T>(rows[0], c);
+    round_block<T>(rows[1], d);
+  };
+  {
+    const LeftOperand z22 = scaled_left(z[2], scratch, 2, 2);
+    LeftOperand r[2];
+#pragma unroll
+    for (int column = 0; column < 2; ++column) {
+      Accumulators c = {};
+      multiply(c, z22, products.right_operand(2, column));
+      r[column] = scaled_left(c, scratch, 2, column);
+    }
+    join_rows(r);
+    round_block<T>(rows[2], z[2]);
+    sink(2, rows);
+  }
+  {
+    const LeftOperand z32 = scaled_left(y32, scratch, 2, 2);
+    const LeftOperand z33 = scaled_left(z[3], scratch, 2, 3);
+    LeftOperand r[2];
+#pragma unroll
+    for (int column = 0; column < 2; ++column) {
+      Accumulators c = {};
+      multiply(c, z32, products.right_operand(2, column));
+      multiply(c, z33, products.right_operand(3, column));
+      r[column] = scaled_left(c, scratch, 2, column);
+    }
+    join_rows(r);
+    round_block<T>(rows[2], y32);
+    round_block<T>(rows[3], z[3]);
+    sink(3, rows);
   }
 }
 
-// All of A by one warp, zeros above the diagonal too.
+// Rows of A to global memory, 16 by 16 in their order, zeros above the diagonal too. For lengths below 64, those of the
+// chunk alone.
 template <class T>
-__device__ __forceinline__ void store_triangle(uint32_t tile, const RoundedTriangle<T>& A) {
-  const int lane = lane_id();
-  const uint32_t row = tile + (lane & 15) * 128;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
+class TriangleStore {
+ public:
+  __device__ __forceinline__ TriangleStore(T* out, int64_t stride, int length, InverseScratch& scratch)
+      : next_(out + (lane_id() >> 3) * stride + 8 * (lane_id() & 7)),
+        step_(4 * stride),
+        rows_left_(length - (lane_id() >> 3)),
+        buffer_(reinterpret_cast<unsigned char*>(&scratch.diagonal)) {
+    static_assert(sizeof(scratch.diagonal) >= 16 * 128);
+  }
+
+  // Pieces of 16 bytes trade places as in the 128-byte swizzle.
+  __device__ __forceinline__ void operator()(int index, const RoundedBlock (&rows)[4]) {
+    const int lane = lane_id();
+    const int piece = lane & 7;
+    const uint32_t target = shared_address(buffer_) + (lane & 15) * 128;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const uint32_t at = row + 16 * i * 128 + (((2 * j + (lane >> 4)) ^ (lane & 7)) << 4);
-      if (j <= i) {
-        const uint32_t(&r)[4] = A.r[triangle_block(i, j <= i ? j : 0)];
-        stmatrix_x4(at, r[0], r[1], r[2], r[3]);
-      } else {
-        stmatrix_x4(at, 0, 0, 0, 0);
-      }
+      if (j > index) continue;
+      stmatrix_x4(target + (((2 * j + (lane >> 4)) ^ piece) << 4), rows[j][0], rows[j][1], rows[j][2], rows[j][3]);
     }
+    sync_warp();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      uint4 x = make_uint4(0, 0, 0, 0);
+      if (piece < 2 * (index + 1)) x = *reinterpret_cast<const uint4*>(buffer_ + swizzled(4 * k + (lane >> 3), piece));
+      if (rows_left_ > 16 * index + 4 * k) *reinterpret_cast<uint4*>(next_) = x;
+      next_ += step_;
+    }
+    sync_warp();
   }
-}
+
+ private:
+  T* next_;
+  int64_t step_;
+  int rows_left_;
+  unsigned char* buffer_;
+};
 
 }  // namespace cula::gdn::sm90

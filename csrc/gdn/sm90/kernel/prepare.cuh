@@ -11,15 +11,17 @@
 #include "common/device/wgmma.cuh"
 #include "gdn/sm90/collective/inverse.cuh"
 #include "gdn/sm90/collective/tile.cuh"
+#include "gdn/sm90/schedule.h"
 
 namespace cula::gdn::sm90 {
 
 inline constexpr int kPrepareHeads = 4;  // value heads a block
 inline constexpr int kPrepareThreads = 32 * kPrepareHeads;
+// Blocks that a multiprocessor holds at once, by the number of key heads that they may have.
+inline constexpr int prepare_occupancy(int key_heads) { return key_heads == 1 ? 5 : (key_heads == 2 ? 4 : 3); }
 
 struct PrepareArgs {
   CUtensorMap k;
-  CUtensorMap A;
   SequenceTable sequences;
   int64_t value_heads;
   int64_t group;        // value heads a key head
@@ -42,20 +44,29 @@ struct PrepareShared {
   struct Keys {
     SwizzledTile tiles[kKeyDim / 64];
   };
-  union Scratch {  // of one warp, one behind the other
-    RawGate gates[kRows];
-    InverseScratch blocks;
-    SwizzledTile A;
+  struct Behind {
+    Products products;
+    InverseScratch scratch;
   };
-
-  Scratch scratch[kPrepareHeads];
-  // The products follow the keys behind a barrier.
   union alignas(1024) KeyHead {
     Keys keys;
-    Products products;
-  } key_heads[kKeyHeads];
-  ChunkFactors factors[kPrepareHeads];
+    Behind behind;  // a barrier
+  };
+  union Rows {
+    RawGate gates[kRows];
+    ChunkFactors factors;
+  };
+  static constexpr int kMoreScratch = kPrepareHeads - kKeyHeads;
+
+  KeyHead key_heads[kKeyHeads];
+  InverseScratch more_scratch[kMoreScratch == 0 ? 1 : kMoreScratch];
+  Rows rows[kPrepareHeads];
   uint64_t loaded;
+
+  __device__ __forceinline__ InverseScratch& scratch(int warp) {
+    if (kMoreScratch == 0 || warp < kKeyHeads) return key_heads[warp].behind.scratch;
+    return more_scratch[warp - kKeyHeads];
+  }
 };
 
 // K K^T by the four warps, 16 rows each.
@@ -75,9 +86,9 @@ __device__ __forceinline__ void multiply_keys(float (&c)[32], uint32_t keys) {
 
 // Brings what a later block reads to L2: the one that starts about when this one ends. A block waits longest for its
 // gates, of which a thread brings a row of g or beta, all heads at once.
-template <int kKeyDim>
+template <int kKeyDim, int kKeyHeads>
 __device__ __forceinline__ void prefetch_ahead(const PrepareArgs& args) {
-  constexpr uint32_t kAhead = 4 * 132;  // the blocks that run at once; a tuning constant
+  constexpr uint32_t kAhead = prepare_occupancy(kKeyHeads) * kMultiprocessors;
   const uint32_t index = blockIdx.x + kAhead;
   if (index >= gridDim.x) return;
   const auto head_blocks = static_cast<uint32_t>(args.head_blocks);
@@ -96,8 +107,8 @@ __device__ __forceinline__ void prefetch_ahead(const PrepareArgs& args) {
 
 // Heads that are neighbours lie side by side, so each warp loads some rows of all of them. Prefetches for a later block
 // go out meanwhile.
-template <int kKeyDim, class Scratch>
-__device__ __forceinline__ void load_block_gates(Scratch (&scratch)[kPrepareHeads], const PrepareArgs& args,
+template <int kKeyDim, int kKeyHeads, class Rows>
+__device__ __forceinline__ void load_block_gates(Rows (&rows)[kPrepareHeads], const PrepareArgs& args,
                                                  const Chunk& chunk, int first_head, int last_head) {
   constexpr int kStep = kPrepareThreads / kPrepareHeads;
   static_assert(2 * kStep == kRows);
@@ -114,27 +125,14 @@ __device__ __forceinline__ void load_block_gates(Scratch (&scratch)[kPrepareHead
     load(args.gates.g, raw[0].g, raw[1].g);
     load(args.gates.beta, raw[0].beta, raw[1].beta);
   }
-  prefetch_ahead<kKeyDim>(args);
+  prefetch_ahead<kKeyDim, kKeyHeads>(args);
   if (!active) return;
 #pragma unroll
-  for (int r = 0; r < 2; ++r) scratch[head].gates[row + r * kStep] = raw[r];
-}
-
-// The rows of a chunk that has fewer than 64.
-template <class T>
-__device__ __forceinline__ void store_rows(const PrepareArgs& args, const SwizzledTile& tile, const Chunk& chunk,
-                                           int head) {
-  const int piece = lane_id() & 7;
-  T* out = static_cast<T*>(args.A_rows.data) + args.A_rows.offset(chunk.batch, chunk.token, head) + 8 * piece;
-#pragma unroll 1
-  for (int row = lane_id() >> 3; row < chunk.length; row += 4) {
-    *reinterpret_cast<uint4*>(out + row * args.A_rows.stride[1]) =
-        *reinterpret_cast<const uint4*>(tile.data + swizzled(row, piece));
-  }
+  for (int r = 0; r < 2; ++r) rows[head].gates[row + r * kStep] = raw[r];
 }
 
 template <class T, int kKeyDim, int kKeyHeads>
-__global__ void __launch_bounds__(kPrepareThreads, kKeyHeads == 1 ? 4 : (kKeyHeads == 2 ? 3 : 2))
+__global__ void __launch_bounds__(kPrepareThreads, prepare_occupancy(kKeyHeads))
     prepare_kernel(const __grid_constant__ PrepareArgs args) {
   using Shared = PrepareShared<kKeyDim, kKeyHeads>;
   Shared& shared = *reinterpret_cast<Shared*>(swizzled_shared_memory());
@@ -166,17 +164,18 @@ __global__ void __launch_bounds__(kPrepareThreads, kKeyHeads == 1 ? 4 : (kKeyHea
   const int lane = lane_id();
   const int head = first_head + warp;
   const bool active = head <= last_head;
-  ChunkFactors& factors = shared.factors[warp];
-  load_block_gates<kKeyDim>(shared.scratch, args, chunk, first_head, last_head);
+  ChunkFactors& factors = shared.rows[warp].factors;
+  load_block_gates<kKeyDim, kKeyHeads>(shared.rows, args, chunk, first_head, last_head);
   sync_block();  // the barrier exists, too
   if (active) {
     RawGates raw;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const RawGate row = shared.scratch[warp].gates[2 * lane + r];
+      const RawGate row = shared.rows[warp].gates[2 * lane + r];
       raw.g[r] = row.g;
       raw.beta[r] = row.beta;
     }
+    sync_warp();
     make_factors(factors, raw, args.gates, chunk, head, args.scale);
   }
   mbarrier_wait(barrier, 0);
@@ -195,27 +194,17 @@ __global__ void __launch_bounds__(kPrepareThreads, kKeyHeads == 1 ? 4 : (kKeyHea
     sync_block();
 #pragma unroll
     for (int i = 0; i < kKeyHeads; ++i) {
-      if (i < keys) store_products(shared.key_heads[i].products, c[i], chunk.length);
+      if (i < keys) store_products(shared.key_heads[i].behind.products, c[i], chunk.length);
     }
     sync_block();
   }
   if (!active) return;
 
-  const Products& products = shared.key_heads[kKeyHeads == 1 ? 0 : head / group - first_key].products;
+  const Products& products = shared.key_heads[kKeyHeads == 1 ? 0 : head / group - first_key].behind.products;
   if (args.A_rows) {
-    RoundedTriangle<T> A;
-    invert_triangle(A, products, factors, shared.scratch[warp].blocks);
-    sync_warp();
-    const uint32_t tile = shared_address(&shared.scratch[warp].A);
-    store_triangle(tile, A);
-    fence_async_shared();
-    sync_warp();
-    if (chunk.length < kRows) {
-      store_rows<T>(args, shared.scratch[warp].A, chunk, head);
-    } else if (lane == 0) {
-      tma_store(args.A, {0, head, static_cast<int>(chunk.token), static_cast<int>(chunk.batch)}, tile);
-      tma_store_commit();
-    }
+    T* out = static_cast<T*>(args.A_rows.data) + args.A_rows.offset(chunk.batch, chunk.token, head);
+    InverseScratch& scratch = shared.scratch(warp);
+    invert_triangle<T>(products, factors, scratch, TriangleStore<T>(out, args.A_rows.stride[1], chunk.length, scratch));
   }
   if (args.factors != nullptr) {
     const float squares[2] = {products.square(2 * lane), products.square(2 * lane + 1)};
@@ -230,7 +219,6 @@ __global__ void __launch_bounds__(kPrepareThreads, kKeyHeads == 1 ? 4 : (kKeyHea
       if (32 * i + lane < kPieces) target[32 * i + lane] = source[32 * i + lane];
     }
   }
-  if (lane == 0) tma_store_wait_read();
 }
 
 }  // namespace cula::gdn::sm90

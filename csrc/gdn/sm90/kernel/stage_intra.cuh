@@ -16,18 +16,13 @@ struct IntraArgs {
   StageGrid grid;  // blocks: slots, groups of value heads
   int64_t head_blocks;
   CUtensorMap k;
-  CUtensorMap A;
   TensorArg A_rows;  // [B, T, HV, C]
 };
 
 // kKeyHeads: how many key heads the value heads of a block have at most.
 template <int kKeyTiles, int kKeyHeads>
 struct IntraShared {
-  union Scratch {  // of one warp; the blocks are dead when A, rounded, takes their place
-    InverseScratch blocks;
-    SwizzledTile A;
-  };
-  Scratch scratch[kIntraHeads];
+  InverseScratch scratch[kIntraHeads];
   union alignas(1024) KeyHead {  // the products follow the keys behind a barrier
     SwizzledTile keys[kKeyTiles];
     Products products;
@@ -91,29 +86,10 @@ __global__ void __launch_bounds__(kIntraThreads, kKeyHeads == 1 ? 4 : (kKeyHeads
   }
   if (!active) return;
 
-  RoundedTriangle<T> A;
-  invert_triangle(A, shared.key_heads[kKeyHeads == 1 ? 0 : head / group - first_key].products, factors,
-                  shared.scratch[warp].blocks);
-  sync_warp();
-  const uint32_t tile = shared_address(&shared.scratch[warp].A);
-  store_triangle(tile, A);
-  const int lane = lane_id();
-  if (chunk.length == kRows) {
-    fence_async_shared();
-    sync_warp();
-    if (lane == 0) {
-      tma_store(args.A, {0, head, token, batch}, tile);
-      tma_store_commit();
-      tma_store_wait_read();
-    }
-    return;
-  }
-  sync_warp();
-  T* out = static_cast<T*>(args.A_rows.data) + args.A_rows.offset(chunk.batch, chunk.token, head) + 8 * (lane & 7);
-#pragma unroll 1
-  for (int row = lane >> 3; row < chunk.length; row += 4) {
-    *reinterpret_cast<uint4*>(out + row * args.A_rows.stride[1]) = load_shared_vector(tile + swizzled(row, lane & 7));
-  }
+  T* out = static_cast<T*>(args.A_rows.data) + args.A_rows.offset(chunk.batch, chunk.token, head);
+  InverseScratch& scratch = shared.scratch[warp];
+  invert_triangle<T>(shared.key_heads[kKeyHeads == 1 ? 0 : head / group - first_key].products, factors, scratch,
+                     TriangleStore<T>(out, args.A_rows.stride[1], chunk.length, scratch));
 }
 
 struct RecomputeStageArgs {
