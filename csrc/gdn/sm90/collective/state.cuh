@@ -147,34 +147,32 @@ struct StateConsumer {
     uint32_t s_operand[kStateRegisters / 2];
     float u[32];
     [[maybe_unused]] float o[32];
-    [[maybe_unused]] uint32_t o_packed[16];
     load_state(s);
 #pragma unroll
     for (int i = 0; i < kStateRegisters / 2; ++i) s_operand[i] = pack_operand<T>(s[2 * i], s[2 * i + 1]);
-    if constexpr (kOutput) {
-#pragma unroll
-      for (int i = 0; i < 16; ++i) o_packed[i] = 0;
-    }
     [[maybe_unused]] int checkpoint = unit.checkpoint;
     if (kTurns && tile == 1) pass_turn();
     int stage = 0;
     int phase = 0;
 
-    // O of the chunk before goes to shared memory while U is under way, and to global memory under V''.
-    const auto put_output = [&](int c) {
+    // O goes to shared memory at the end of its chunk, and from there to global memory in the next.
+    const auto put_output = [&](int stage) {
+      uint32_t packed[16];
+#pragma unroll
+      for (int i = 0; i < 16; ++i) packed[i] = pack2<T>(o[2 * i], o[2 * i + 1]);
       if (leader) tma_store_wait_read();
       sync_group();  // the tile is free again, and all warps have left the chunk
-      if (leader && c >= 0) mbarrier_arrive(shared.empty_barrier(stage == 0 ? kStages - 1 : stage - 1));
+      if (leader) mbarrier_arrive(shared.empty_barrier(stage));
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        stmatrix_x4_trans(shared.output(tile) + value_at + j * 2048, o_packed[4 * j], o_packed[4 * j + 1],
-                          o_packed[4 * j + 2], o_packed[4 * j + 3]);
+        stmatrix_x4_trans(shared.output(tile) + value_at + j * 2048, packed[4 * j], packed[4 * j + 1],
+                          packed[4 * j + 2], packed[4 * j + 3]);
       }
     };
     const auto send_output = [&](int c) {
       fence_async_shared();
       sync_group();
-      if (leader && c >= 0) {
+      if (leader) {
         tma_store(args.maps.o, {unit.value + 64 * tile, unit.head, unit.token + c * kRows, unit.batch},
                   shared.output(tile));
         tma_store_commit();
@@ -193,7 +191,6 @@ struct StateConsumer {
       }
     };
     constexpr std::integral_constant<int, kKeyDim / 16> kKeySteps;
-    constexpr std::integral_constant<int, kRows / 16> kTokenSteps;
 
 #pragma unroll 1
     for (int c = 0; c < n; ++c) {
@@ -214,7 +211,6 @@ struct StateConsumer {
       wgmma_fence();
       multiply(u, s_operand, tiles, 0, kKeySteps);  // U' = S' K'
       wgmma_commit();
-      if constexpr (kOutput) put_output(c - 1);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         ldmatrix_x4_trans(reinterpret_cast<uint32_t(&)[4]>(x[4 * j]),
@@ -232,7 +228,19 @@ struct StateConsumer {
         w[2 * j + 1] = pack_operand<T>(b[j].x * v1.x - e[j].x * u[4 * j + 2], b[j].y * v1.y - e[j].y * u[4 * j + 3]);
       }
       wgmma_fence();
-      multiply(u, w, tiles, Shared::kA, kTokenSteps);  // V'' = W' A'
+      // V'' = W' A': the first half of the rows of A has no second half of columns.
+#pragma unroll
+      for (int k = 0; k < kRows / 16; ++k) {
+        const uint64_t upper = wgmma_descriptor(tiles, Shared::kA + k * 32);
+        const uint64_t lower = wgmma_descriptor(tiles, Shared::kA + kTileBytes / 2 + k * 32);
+        if (k == 0) {
+          wgmma_rs_n32_first<T>(u, w, upper);
+          wgmma_rs_n32_first<T>(u + 16, w, lower);
+        } else {
+          if (k < 2) wgmma_rs_n32<T>(u, w + 4 * k, upper);
+          wgmma_rs_n32<T>(u + 16, w + 4 * k, lower);
+        }
+      }
       wgmma_commit();
       if constexpr (kEarlyOutput) {
         multiply(o, s_operand, tiles, Shared::kQ, kKeySteps);  // O' = S' Q', the state before the update
@@ -241,7 +249,6 @@ struct StateConsumer {
       pass_turn();
       const float chunk_decay = load_shared(shared.factor(stage) + offsetof(ChunkFactors, chunk_decay));
       load_factors(b, offsetof(ChunkFactors, to_end));
-      if constexpr (kOutput) send_output(c - 1);
 #pragma unroll
       for (int i = 0; i < kStateRegisters; ++i) s[i] *= chunk_decay;
       wgmma_wait<kEarlyOutput ? 1 : 0>();  // V''
@@ -270,6 +277,7 @@ struct StateConsumer {
           multiply(o, s_operand, tiles, Shared::kQ, kKeySteps);
           wgmma_commit();
         }
+        if (c > 0) send_output(c - 1);
         load_factors(e, offsetof(ChunkFactors, out_decay));
         wgmma_wait<kEarlyOutput ? 1 : 0>();  // O, or S and O
         mbarrier_wait(shared.scored_barrier(c & 1), (c >> 1) & 1);
@@ -283,7 +291,9 @@ struct StateConsumer {
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kRows / 16; ++k) {  // O' += V'' P'
-          wgmma_rs_n64<T>(o, x + 4 * k, wgmma_descriptor(score_operand + (c & 1) * (kTileBytes / 16), k * 32));
+          const uint32_t at = score_operand + (c & 1) * (kTileBytes / 16);
+          if (k < 2) wgmma_rs_n32<T>(o, x + 4 * k, wgmma_descriptor(at, k * 32));
+          wgmma_rs_n32<T>(o + 16, x + 4 * k, wgmma_descriptor(at, kTileBytes / 2 + k * 32));
         }
         wgmma_commit();
       } else {
@@ -295,8 +305,7 @@ struct StateConsumer {
       for (int i = 0; i < kStateRegisters / 2; ++i) s_operand[i] = pack_operand<T>(s[2 * i], s[2 * i + 1]);
       if constexpr (kOutput) {
         wgmma_wait<0>();  // O: nothing may be in flight across the loop's back edge
-#pragma unroll
-        for (int i = 0; i < 16; ++i) o_packed[i] = pack2<T>(o[2 * i], o[2 * i + 1]);
+        put_output(stage);
       }
       if constexpr (kCheckpoints) {
         if (c == checkpoint) {
@@ -311,7 +320,6 @@ struct StateConsumer {
     }
     if constexpr (kOutput) {
       if (n > 0) {
-        put_output(n - 1);
         if (unit.tail_length == kRows) {
           send_output(n - 1);
         } else {

@@ -69,6 +69,14 @@ inline void emulated_wgmma(EmulatedProduct<T> mine) {
 }
 
 template <class T>
+inline void wgmma_rs_n32_first(float* d, const uint32_t* a, uint64_t b) {
+  emulated_wgmma<T, 32, true, false, false>({d, a, 0, b});
+}
+template <class T>
+inline void wgmma_rs_n32(float* d, const uint32_t* a, uint64_t b) {
+  emulated_wgmma<T, 32, false, false, false>({d, a, 0, b});
+}
+template <class T>
 inline void wgmma_rs_n64_first(float (&d)[32], const uint32_t* a, uint64_t b) {
   emulated_wgmma<T, 64, true, false, false>({d, a, 0, b});
 }
