@@ -43,6 +43,9 @@ def backend_instead_of_auto(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 # parameters, sums over all tokens that partly cancel, 2.5 times that (the ratio of FLA's own tolerances).
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 1e-2}
 
+# Of 16 bits and more; float64 has tests of its own.
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
 _FACTORS = {"o": 1, "final_state": 1, "dA_log": 5, "ddt_bias": 5}
 
 L2NORM = {"use_qk_l2norm_in_kernel": True}
@@ -66,6 +69,17 @@ def offsets(lengths: list[int] | tuple[int, ...], dtype: torch.dtype = torch.int
 
 def unit(*shape: int, generator: torch.Generator) -> Tensor:
     return F.normalize(torch.randn(*shape, generator=generator), dim=-1)
+
+
+def heads_of(tensors: Tensors, heads: slice, sequences: slice = slice(None)) -> Tensors:
+    """Inputs or results of some value heads alone (of as many key heads)."""
+    tokens = ("q", "k", "v", "g", "beta", "o", "dq", "dk", "dv", "dg", "dbeta")
+    states = ("initial_state", "final_state", "dinitial_state")
+    parameters = ("A_log", "dt_bias", "dA_log", "ddt_bias")
+    return {
+        n: x[:, :, heads] if n in tokens else x[sequences, heads] if n in states else x[heads] if n in parameters else x
+        for n, x in tensors.items()
+    }
 
 
 def make_inputs(
