@@ -23,6 +23,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -91,11 +92,14 @@ struct SequenceRange {
 };
 
 struct BackwardTensors;
+struct ScheduleOptions;  // these two in schedules.h, for tests and backends
+struct Schedules;
 
 class Plan {
  public:
   // Checks the problem and decides how it runs. Throws cula::Error.
   static Plan make(const Problem& problem);
+  static Plan make(const Problem& problem, const ScheduleOptions& options);
 
   const Problem& problem() const { return problem_; }
   Backend backend() const { return backend_; }
@@ -109,6 +113,9 @@ class Plan {
   int64_t sequential_units() const {
     return static_cast<int64_t>(sequences_.size()) * problem_.value_heads * value_blocks();
   }
+
+  // How the backends run it, chosen once.
+  const Schedules& schedules() const { return *schedules_; }
 
   // Bytes of workspace, exactly what forward and backward use. Alignment: 64 bytes.
   // `saves_for_backward`: whether SavedTensors will be passed.
@@ -129,6 +136,7 @@ class Plan {
   std::vector<ChunkRange> chunks_;
   int num_threads_ = 1;
   int64_t value_block_ = 0;
+  std::shared_ptr<const Schedules> schedules_;
 };
 
 // What forward keeps for backward, beyond its own inputs. x is Problem::dtype; statistics are float32 (float64 for

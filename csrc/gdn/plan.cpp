@@ -3,10 +3,8 @@
 
 #include "common/host/cpu_features.h"
 #include "gdn/backend.h"
-#include "gdn/segments.h"
-#include "gdn/sm90/backward_schedule.h"
+#include "gdn/schedules.h"
 #include "gdn/sm90/operator.h"
-#include "gdn/sm90/schedule.h"
 #include "gdn/validate.h"
 
 namespace cula::gdn {
@@ -105,7 +103,9 @@ int64_t Problem::num_sequences() const {
   return sequence_offsets ? static_cast<int64_t>(sequence_offsets->size()) - 1 : batch;
 }
 
-Plan Plan::make(const Problem& problem) {
+Plan Plan::make(const Problem& problem) { return make(problem, {}); }
+
+Plan Plan::make(const Problem& problem, const ScheduleOptions& options) {
   validate_problem(problem);
   Plan plan;
   plan.problem_ = problem;
@@ -130,6 +130,7 @@ Plan Plan::make(const Problem& problem) {
   const int64_t most_units =
       std::max(2 * plan.sequential_units(), static_cast<int64_t>(plan.chunks_.size()) * problem.value_heads);
   plan.num_threads_ = static_cast<int>(std::clamp<int64_t>(most_units, 1, plan.num_threads_));
+  plan.schedules_ = std::make_shared<const Schedules>(choose_schedules(plan, options));
   return plan;
 }
 
@@ -157,18 +158,16 @@ std::string Plan::describe() const {
                    ", sequential units: ", sequential_units(), " of ", value_block_, " state columns");
   }
   if (backend_ == Backend::kCuda) {
-    const ScanSizes sizes = scan_sizes(*this);
-    text += concat("\n  passes over the chunks: ", choose_scan_schedule(*this).describe(sizes.longest));
+    const ScanCut& scan = schedules_->scan;
+    text += concat("\n  passes over the chunks: ", scan.schedule.describe(scan.longest));
   }
   if (backend_ == Backend::kCuda || backend_ == Backend::kSm90) {
-    const ScanSizes sizes = scan_sizes(*this);
-    text += concat("\n  context parallelism: summaries and merges backend cuda, ",
-                   choose_summary_schedule(sizes, true).value_block(), " columns a block forward, ",
-                   choose_summary_schedule(sizes, false).value_block(), " backward");
+    text += concat("\n  context parallelism: summaries and merges backend cuda, ", schedules_->summary.value_block(),
+                   " columns a block forward, ", schedules_->adjoint_summary.value_block(), " backward");
   }
   if (backend_ == Backend::kSm90) {
-    text += concat("\n  forward: ", sm90::choose_schedule(*this).describe(),
-                   "\n  backward: ", sm90::choose_backward_schedule(*this).describe(),
+    text += concat("\n  forward: ", schedules_->sm90_forward.describe(),
+                   "\n  backward: ", schedules_->sm90_backward.describe(),
                    "\n  stages intra, recompute_w_u, fwd_h, fwd_o, dv_local, dhu, dqkwg and wy backward: backend sm90",
                    "\n  other stages, decoding, and operands whose rows are not aligned to 16 bytes: backend cuda");
   }

@@ -27,11 +27,6 @@ double grid_time(const ScanWork& work, int64_t blocks, double steps) {
 
 }  // namespace
 
-bool& sequences_stay_whole() {
-  static bool whole = false;
-  return whole;
-}
-
 std::string Segments::describe(int64_t longest) const {
   if (chunks == 0) return "sequences whole";
   return concat("segments of ", chunks, " chunks, ", of(longest), " in the longest sequence");
@@ -128,13 +123,13 @@ ScanSizes scan_sizes(const Plan& plan) {
   return sizes;
 }
 
-ScanSchedule choose_scan_schedule(const Plan& plan) {
+ScanSchedule choose_scan_schedule(const Plan& plan, bool may_split) {
   ScanSizes sizes = scan_sizes(plan);
   if (plan.problem().batch_invariant) {
     sizes.sequences = 1;
     sizes.longest = sizes.chunks = kInvariantTokens / plan.problem().chunk_size;
   }
-  return choose_scan_schedule(sizes);
+  return choose_scan_schedule(sizes, may_split);
 }
 
 }  // namespace cula::gdn

@@ -49,10 +49,6 @@ struct Segments {
 // Time of a pass in chunks of a block that has a multiprocessor to itself.
 double scan_time(const ScanWork& work, const Segments& segments);
 
-// Plans leave sequences whole while this is set: for measuring what splitting gains. Nothing in the library sets it.
-// Workspaces are those of the plan at the time, so it must not change between asking for one and using it.
-bool& sequences_stay_whole();
-
 // The split with the least time; none unless it gains a tenth.
 Segments choose_segments(const ScanWork& work);
 
@@ -82,13 +78,19 @@ struct ScanSchedule {
   std::string describe(int64_t longest) const;
 };
 
+// How the passes of a plan run, and its longest sequence in chunks.
+struct ScanCut {
+  ScanSchedule schedule;
+  int64_t longest = 0;
+};
+
 // Blocks of 64 columns need registers for a whole row of the state.
 bool has_wide_blocks(int64_t key_dim, int64_t element_bytes);
-ScanSchedule choose_scan_schedule(const ScanSizes& sizes, bool may_split = !sequences_stay_whole());
+ScanSchedule choose_scan_schedule(const ScanSizes& sizes, bool may_split = true);
 // The blocks of a summary for context parallelism: of one whole sequence, V columns wide or, with M, V + K.
 ScanSchedule choose_summary_schedule(const ScanSizes& sizes, bool with_map);
 ScanSizes scan_sizes(const Plan& plan);
 // Of the plan's own sizes, or of those of kInvariantTokens.
-ScanSchedule choose_scan_schedule(const Plan& plan);
+ScanSchedule choose_scan_schedule(const Plan& plan, bool may_split = true);
 
 }  // namespace cula::gdn

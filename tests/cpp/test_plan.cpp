@@ -4,9 +4,8 @@
 #include <tuple>
 
 #include "gdn/cpu/batches.h"
+#include "gdn/schedules.h"
 #include "gdn/segments.h"
-#include "gdn/sm90/backward_schedule.h"
-#include "gdn/sm90/schedule.h"
 #include "operator_case.h"
 
 namespace cula::test {
@@ -437,6 +436,34 @@ TEST(HopperBackwardSchedule, FillsTheMachine) {
   EXPECT_EQ(packed.segment_chunks, 260);
   EXPECT_EQ(packed.windows, 2);
   EXPECT_EQ(choose({64}, 1, false).segment_chunks, 0);
+}
+
+TEST(HopperSchedule, SequencesStayWholeWhereThatIsAskedFor) {
+  for (const int64_t batch : {1, 3}) {
+    const gdn::Plan plan = gdn::Plan::make(make_case(DType::kBFloat16, batch, 65536, 2, 2, 128, 128).problem);
+    EXPECT_NE(gdn::sm90::choose_schedule(plan).segment_chunks, 0);
+    EXPECT_EQ(gdn::sm90::choose_schedule(plan, false).segment_chunks, 0);
+    EXPECT_NE(gdn::sm90::choose_backward_schedule(plan).segment_chunks, 0);
+    const gdn::sm90::BackwardSchedule whole = gdn::sm90::choose_backward_schedule(plan, {}, false);
+    EXPECT_EQ(whole.segment_chunks, 0);
+    EXPECT_EQ(whole.window_slots % 1024, 0);  // of whole rows
+  }
+}
+
+TEST(Schedules, AreChosenWithThePlan) {
+  gdn::Problem problem = problem_of(1, 5000);
+  problem.heads = problem.value_heads = 16;
+  problem.key_dim = problem.value_dim = 128;
+  problem.num_threads = 2;
+  const gdn::Plan plan = gdn::Plan::make(problem);
+  const gdn::Schedules& schedules = plan.schedules();
+  EXPECT_EQ(schedules.forward_batches.size(), 1u);
+  EXPECT_GT(schedules.backward_batches.size(), 1u);
+  for (const auto* batches : {&schedules.forward_batches, &schedules.backward_batches}) {
+    EXPECT_EQ(batches->back().end_slot, static_cast<int64_t>(plan.chunks().size()) * problem.heads);
+  }
+  const gdn::Plan copy = plan;
+  EXPECT_EQ(&copy.schedules(), &schedules);
 }
 
 // Lengths of sequences that a batch holds beside one of kLength tokens.

@@ -116,10 +116,6 @@ TEST(ScanSchedule, SequencesStayWholeWhereThatIsAskedFor) {
   const gdn::ScanSizes sizes = {1, 512, 512, 2, 128, 128, 2};
   EXPECT_TRUE(gdn::choose_scan_schedule(sizes).segments);
   EXPECT_FALSE(gdn::choose_scan_schedule(sizes, false).segments);
-  gdn::sequences_stay_whole() = true;
-  EXPECT_FALSE(gdn::choose_scan_schedule(sizes).segments);
-  gdn::sequences_stay_whole() = false;
-  EXPECT_TRUE(gdn::choose_scan_schedule(sizes).segments);
 }
 
 TEST(SummarySchedule, WideBlocksWhereTheyFillTheMachine) {

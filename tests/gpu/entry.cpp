@@ -5,8 +5,7 @@
 
 #include "gdn/backend.h"
 #include "gdn/gdn.h"
-#include "gdn/segments.h"
-#include "gdn/sm90/backward_schedule.h"
+#include "gdn/schedules.h"
 #include "gdn/stages.h"
 
 namespace {
@@ -21,22 +20,21 @@ struct CulaProblem {
   int64_t batch, tokens, heads, value_heads, key_dim, value_dim, chunk_size;
   const int64_t* offsets;  // host, num_offsets of them; null: not packed
   int64_t num_offsets;
-  double scale;  // 0: default
+  double scale;                            // 0: default
+  int64_t window_bytes, shortest_segment;  // of the sm90 backward, where few tokens shall need several; 0: as built
   uint8_t dtype_code, dtype_bits;
   uint8_t l2norm, gate, sigmoid, neg_eigval, v_first;
   uint8_t batch_invariant;
-  uint8_t backend;  // 0 cuda, 1 sm90, 2 the one that the library chooses
+  uint8_t sequences_whole;  // no segments
+  uint8_t backend;          // 0 cuda, 1 sm90, 2 the one that the library chooses
 };
 
 void* cula_plan(const CulaProblem* p, int device_id, char* error, size_t error_bytes);
 void cula_free_plan(void* plan);
 void cula_describe(void* plan, char* text, size_t bytes);
-void cula_keep_sequences_whole(int whole);  // for all plans: no segments
 // 0 forward, 1 forward that saves, 2 backward; cp: 3 prepare, 4 advance, 5 summarize, 6 summarize_adjoint, 7 merge
 int64_t cula_workspace(void* plan, int kind);
 int64_t cula_backward_workspace(void* plan, DLTensor** t);  // of the tensors of cula_call
-// Sizes of the sm90 backward's windows and segments that need few tokens; 0: as built.
-void cula_backward_sizes(int64_t window_bytes, int64_t shortest_segment);
 int cula_call(const char* operation, void* plan, DLTensor** t, const double* scalars, void* workspace,
               int64_t workspace_bytes, void* stream, char* error, size_t error_bytes);
 }
@@ -179,14 +177,21 @@ void* cula_plan(const CulaProblem* p, int device_id, char* error, size_t error_b
     constexpr Backend kBackends[] = {Backend::kCuda, Backend::kSm90, Backend::kAuto};
     problem.backend = kBackends[p->backend];
     problem.device = {kDLCUDA, device_id};
-    result = new Plan(Plan::make(problem));
+    ScheduleOptions options;
+    options.may_split = p->sequences_whole == 0;
+    sm90::BackwardCosts& costs = options.backward_costs;
+    if (p->window_bytes != 0) costs.small_bytes = costs.window_bytes = p->window_bytes;
+    if (p->shortest_segment != 0) {
+      costs.shortest_segment = p->shortest_segment;
+      costs.summary_us = 0.0;
+      costs.remembered_chunks = 0;
+    }
+    result = new Plan(Plan::make(problem, options));
   });
   return result;
 }
 
 void cula_free_plan(void* plan) { delete static_cast<Plan*>(plan); }
-
-void cula_keep_sequences_whole(int whole) { sequences_stay_whole() = whole != 0; }
 
 void cula_describe(void* plan, char* text, size_t bytes) {
   std::strncpy(text, static_cast<Plan*>(plan)->describe().c_str(), bytes - 1);
@@ -218,17 +223,6 @@ int64_t cula_workspace(void* plan, int kind) {
 int64_t cula_backward_workspace(void* plan, DLTensor** t) {
   const SavedTensors saved = saved_tensors(t);
   return static_cast<int64_t>(static_cast<Plan*>(plan)->backward_workspace_bytes(backward_tensors(t, saved)));
-}
-
-void cula_backward_sizes(int64_t window_bytes, int64_t shortest_segment) {
-  sm90::BackwardCosts costs;
-  if (window_bytes != 0) costs.small_bytes = costs.window_bytes = window_bytes;
-  if (shortest_segment != 0) {
-    costs.shortest_segment = shortest_segment;
-    costs.summary_us = 0.0;
-    costs.remembered_chunks = 0;
-  }
-  sm90::backward_costs() = costs;
 }
 
 int cula_call(const char* operation, void* plan, DLTensor** t, const double* scalars, void* workspace,

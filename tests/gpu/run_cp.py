@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from harness import context_parallel, page
 from harness.chunked import chunked
-from harness.library import Library, Shape, Tensor
+from harness.library import Library, ScheduleOptions, Shape, Tensor
 from harness.reference import INFINITY, error
 from harness.runner import Runner
 from harness.timing import milliseconds
@@ -361,7 +361,7 @@ def splitting(run: Runner) -> list[dict[str, Any]]:
                     continue
                 times: dict[str, dict[str, float]] = {}
                 for how in ("chosen", "whole"):
-                    run.library.lib.cula_keep_sequences_whole(int(how == "whole"))
+                    run.library.schedules = ScheduleOptions(sequences_whole=how == "whole")
                     plan = run.library.plan(shape)
                     saved = run.saved(shape)
                     operands = [t[x] for x in ("q", "k", "v", "g", "beta")]
@@ -377,7 +377,7 @@ def splitting(run: Runner) -> list[dict[str, Any]]:
                     )  # fmt: skip
                     times[how] = {"forward": milliseconds(forward, 10), "backward": milliseconds(backward, 10)}
                     run.library.lib.cula_free_plan(plan)
-                run.library.lib.cula_keep_sequences_whole(0)
+                run.library.schedules = ScheduleOptions()
                 ratios = {name: times["chosen"][name] / times["whole"][name] for name in ("forward", "backward")}
                 rows.append({
                     "heads": f"{H}/{HV}", "lengths": f"{B}x{T}", "gates": gate_scale, "backend": backend, "ms": times,

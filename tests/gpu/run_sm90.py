@@ -21,7 +21,7 @@ import torch
 from harness import pools
 from harness.checks import BF16, FP16, NAMES, against_baseline, alone, batch_invariance, bits, guarded
 from harness.chunked import chunked
-from harness.library import Library, LibraryError, Shape, Tensor
+from harness.library import Library, LibraryError, ScheduleOptions, Shape, Tensor
 from harness.reference import INFINITY, TOLERANCE, Options, error, make_inputs, recurrence, to_device
 from harness.runner import Runner
 from harness.timing import milliseconds
@@ -181,14 +181,14 @@ def emulated_segments(run: Runner) -> None:
     """Backward in segments and windows, whose sizes are set so that few tokens need them."""
 
     def check(name: str, shape: Shape, options: Options, window_kib: int, shortest: int, *expected: str) -> None:
-        run.library.lib.cula_backward_sizes(window_kib << 10, shortest)
+        run.library.schedules = ScheduleOptions(window_bytes=window_kib << 10, shortest_segment=shortest)
         try:
             how = run.library.describe(shape)
             missing = [text for text in expected if text not in how]
             run.report(f"schedule of {name}", dict.fromkeys(missing, (INFINITY, 0.0)) or {"as expected": (0.0, 0.0)})
             run.operator(name, shape, options)
         finally:
-            run.library.lib.cula_backward_sizes(0, 0)
+            run.library.schedules = ScheduleOptions()
 
     # 32 KiB a chunk and value head of K = V = 64, 96 KiB of 128.
     check("emulated two windows", Shape(BF16, T=470, H=1, HV=2, K=128, V=128), Options(gate_scale=1 / 16),

@@ -4,6 +4,9 @@
 #include <functional>
 #include <queue>
 
+#include "common/host/tensor.h"
+#include "gdn/validate.h"
+
 namespace cula::gdn::cpu {
 
 namespace {
@@ -73,6 +76,16 @@ ChunkHead chunk_head_of_slot(const Plan& plan, int64_t slot) {
   const SequenceRange& range = plan.sequences()[plan.chunks()[slot / heads].sequence];
   const int64_t in_sequence = slot - range.first_chunk * heads;
   return {.chunk = range.first_chunk + in_sequence % range.num_chunks, .head = in_sequence / range.num_chunks};
+}
+
+int64_t forward_slot_bytes(const Problem& problem) {
+  return problem.value_heads / problem.heads * problem.chunk_size * problem.chunk_size *
+         static_cast<int64_t>(dtype_size(from_dlpack(problem.dtype, "dtype")));
+}
+
+int64_t backward_slot_bytes(const Problem& problem) {
+  return problem.value_heads / problem.heads * 2 * (problem.key_dim + problem.chunk_size) * problem.value_dim *
+         static_cast<int64_t>(dtype_size(stat_dtype(problem)));
 }
 
 std::vector<Batch> make_batches(const Plan& plan, int64_t bytes_per_slot) {

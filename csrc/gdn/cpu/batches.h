@@ -28,6 +28,8 @@ struct Batch {
 // All pairs in order, in batches of as many as kBatchBytes of workspace hold; of more, as long as the batches, each of
 // which ends with a barrier, would take an eighth more time than all pairs together.
 inline constexpr int64_t kBatchBytes = int64_t{32} << 20;
+int64_t forward_slot_bytes(const Problem& problem);   // A
+int64_t backward_slot_bytes(const Problem& problem);  // S, D, V' and X
 std::vector<Batch> make_batches(const Plan& plan, int64_t bytes_per_slot);
 int64_t most_slots(const std::vector<Batch>& batches);  // of any one
 

@@ -67,7 +67,7 @@ struct BackwardWorkspace {
 }  // namespace
 
 size_t backward_workspace_bytes(const Plan& plan) {
-  return BackwardWorkspace(plan.problem(), scan_cut(plan), element_type(plan), WorkspaceCutter(nullptr)).bytes;
+  return BackwardWorkspace(plan.problem(), plan.schedules().scan, element_type(plan), WorkspaceCutter(nullptr)).bytes;
 }
 
 void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, Stream stream_handle) {
@@ -75,7 +75,7 @@ void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, S
   const Problem& problem = call.problem;
   const device::DeviceGuard guard(problem.device.device_id);
   const auto stream = static_cast<device::Stream>(stream_handle);
-  const ScanCut cut = scan_cut(plan);
+  const ScanCut& cut = plan.schedules().scan;
   const SequenceTable segments = split_table(call.sequences, cut);
   const BackwardWorkspace space(problem, cut, call.dtype, WorkspaceCutter(workspace.data));
   const SavedTensors& saved = *t.saved;

@@ -19,8 +19,6 @@ Call::Call(const Plan& plan, const DLTensor* cu_seqlens)
       group(problem.value_heads / problem.heads),
       token_rows(problem.batch * problem.tokens) {}
 
-ScanCut scan_cut(const Plan& plan) { return {choose_scan_schedule(plan), scan_sizes(plan).longest}; }
-
 SequenceTable split_table(SequenceTable sequences, const ScanCut& cut) {
   sequences.segment_chunks = cut.schedule.segments.chunks;
   // Without cu_seqlens all sequences are as long as the longest.

@@ -4,7 +4,7 @@
 #include "gdn/backend.h"
 #include "gdn/cuda/collective/gate.cuh"
 #include "gdn/cuda/launch/arguments.h"
-#include "gdn/segments.h"
+#include "gdn/schedules.h"
 
 namespace cula::gdn::cuda {
 
@@ -26,12 +26,7 @@ struct Halves {
   bool advance = true;
 };
 
-// How the passes of a plan run, its longest sequence in chunks, and the sequences with the segments of that.
-struct ScanCut {
-  ScanSchedule schedule;
-  int64_t longest = 0;
-};
-ScanCut scan_cut(const Plan& plan);
+// The sequences with the segments of the passes over the chunks.
 SequenceTable split_table(SequenceTable sequences, const ScanCut& cut);
 // Of any plan, before there is a tensor.
 int64_t chunk_slots(const Problem& problem);

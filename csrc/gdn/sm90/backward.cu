@@ -5,7 +5,6 @@
 #include "gdn/cuda/launch/elementwise.h"
 #include "gdn/cuda/operator.h"
 #include "gdn/cuda/workspace.h"
-#include "gdn/sm90/backward_schedule.h"
 #include "gdn/sm90/launch/backward.h"
 #include "gdn/sm90/operands.h"
 #include "gdn/sm90/operator.h"
@@ -122,7 +121,7 @@ void set_places(ScanArgs& scan, const Problem& problem) {
 }  // namespace
 
 size_t backward_workspace_bytes(const Plan& plan) {
-  return BackwardWorkspace(plan.problem(), choose_backward_schedule(plan), nullptr).bytes;
+  return BackwardWorkspace(plan.problem(), plan.schedules().sm90_backward, nullptr).bytes;
 }
 
 // Operands that the copy engine can not read or write go through the general kernels, which need more memory.
@@ -147,7 +146,7 @@ void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, S
     }
     return cuda::backward(plan, t, workspace, stream_handle);
   }
-  const BackwardSchedule schedule = choose_backward_schedule(plan);
+  const BackwardSchedule& schedule = plan.schedules().sm90_backward;
   const BackwardWorkspace space(problem, schedule, workspace.data);
   const int key_dim = static_cast<int>(problem.key_dim);
   const int value_dim = static_cast<int>(problem.value_dim);

@@ -88,7 +88,7 @@ BackwardSchedule choose_backward_schedule(const BackwardSizes& sizes, const Back
   } else if (sizes.slots_per_row != 0 && sizes.slots_per_row <= most) {
     consider_rows(most / sizes.slots_per_row);
   }
-  if (sizes.batch_invariant) {
+  if (sizes.sequences_whole) {
     if (found) return best;
     if (sizes.slots_per_row != 0) {
       consider_rows(1);
@@ -114,18 +114,13 @@ BackwardSchedule choose_backward_schedule(const BackwardSizes& sizes, const Back
   return best;
 }
 
-BackwardCosts& backward_costs() {
-  static BackwardCosts costs;
-  return costs;
-}
-
 int64_t count_slots(const Problem& problem) {
   if (!problem.sequence_offsets) return problem.batch * divide_up(problem.tokens, kChunk);
   if (problem.num_sequences() == 0) return 0;
   return problem.tokens / kChunk + problem.num_sequences();
 }
 
-BackwardSchedule choose_backward_schedule(const Plan& plan) {
+BackwardSchedule choose_backward_schedule(const Plan& plan, const BackwardCosts& costs, bool may_split) {
   const Problem& problem = plan.problem();
   BackwardSizes sizes;
   sizes.slots = count_slots(problem);
@@ -133,14 +128,14 @@ BackwardSchedule choose_backward_schedule(const Plan& plan) {
   sizes.value_heads = problem.value_heads;
   sizes.key_dim = problem.key_dim;
   sizes.value_dim = problem.value_dim;
-  sizes.batch_invariant = problem.batch_invariant;
+  sizes.sequences_whole = problem.batch_invariant || !may_split;
   int64_t n = 0;
   for (const SequenceRange& sequence : plan.sequences()) {
     const int64_t first = problem.sequence_offsets ? sequence.begin / kChunk + n : n * sizes.slots_per_row;
     sizes.sequences.push_back({first, divide_up(sequence.length, kChunk)});
     ++n;
   }
-  return choose_backward_schedule(sizes, backward_costs());
+  return choose_backward_schedule(sizes, costs);
 }
 
 }  // namespace cula::gdn::sm90

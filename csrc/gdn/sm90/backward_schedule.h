@@ -30,9 +30,9 @@ struct BackwardSizes {
   int64_t value_heads = 0;
   int64_t key_dim = 0;
   int64_t value_dim = 0;
-  // Sequences run whole, whatever else is there (Problem::batch_invariant): where slots make cuts, those before it
-  // decide where a packed sequence is cut. Then only windows of rows bound memory.
-  bool batch_invariant = false;
+  // Sequences run whole, whatever else is there, and only windows of rows bound memory. So Problem::batch_invariant
+  // has it: where slots make cuts, those before it decide where a packed sequence is cut.
+  bool sequences_whole = false;
 
   int64_t slot_bytes() const;  // what the scans leave of a slot
 };
@@ -55,11 +55,7 @@ struct BackwardCosts {
 };
 
 BackwardSchedule choose_backward_schedule(const BackwardSizes& sizes, const BackwardCosts& costs);
-BackwardSchedule choose_backward_schedule(const Plan& plan);
-
-// The constants that the second form takes. Tests change them, to reach with few tokens what long inputs do; not while
-// a plan is in use elsewhere.
-BackwardCosts& backward_costs();
+BackwardSchedule choose_backward_schedule(const Plan& plan, const BackwardCosts& costs = {}, bool may_split = true);
 
 // Slots of the chunks of a problem: one for each chunk, and empty ones between packed sequences.
 int64_t count_slots(const Problem& problem);

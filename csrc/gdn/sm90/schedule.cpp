@@ -120,12 +120,11 @@ Schedule choose_invariant_schedule(const std::vector<int64_t>& lengths, int64_t 
   return best;
 }
 
-Schedule choose_schedule(const Plan& plan) {
+Schedule choose_schedule(const Plan& plan, bool may_split) {
   const Problem& problem = plan.problem();
   std::vector<int64_t> lengths;
   lengths.reserve(plan.sequences().size());
   for (const SequenceRange& sequence : plan.sequences()) lengths.push_back(sequence.length);
-  const bool may_split = !sequences_stay_whole();
   return problem.batch_invariant ? choose_invariant_schedule(lengths, problem.value_heads, problem.value_dim, may_split)
                                  : choose_schedule(lengths, problem.value_heads, problem.value_dim, may_split);
 }

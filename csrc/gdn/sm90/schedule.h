@@ -43,6 +43,6 @@ Schedule choose_schedule(const std::vector<int64_t>& lengths, int64_t value_head
 // counted from a sequence's start, are the same in any batch. Value tiles follow from the lengths.
 Schedule choose_invariant_schedule(const std::vector<int64_t>& lengths, int64_t value_heads, int64_t value_dim,
                                    bool may_split = true);
-Schedule choose_schedule(const Plan& plan);
+Schedule choose_schedule(const Plan& plan, bool may_split = true);
 
 }  // namespace cula::gdn::sm90

@@ -41,9 +41,13 @@ class CProblem(ctypes.Structure):
         ("offsets", ctypes.POINTER(ctypes.c_int64)),
         ("num_offsets", ctypes.c_int64),
         ("scale", ctypes.c_double),
+        ("window_bytes", ctypes.c_int64),
+        ("shortest_segment", ctypes.c_int64),
         ("code", ctypes.c_uint8),
         ("bits", ctypes.c_uint8),
-        *((name, ctypes.c_uint8) for name in ("l2norm", "gate", "sigmoid", "neg_eigval", "v_first", "batch_invariant")),
+        *((name, ctypes.c_uint8) for name in ("l2norm", "gate", "sigmoid", "neg_eigval", "v_first")),
+        ("batch_invariant", ctypes.c_uint8),
+        ("sequences_whole", ctypes.c_uint8),
         ("backend", ctypes.c_uint8),
     ]
 
@@ -130,6 +134,15 @@ class Shape:
         return (*dims, self.V, self.K) if self.v_first else (*dims, self.K, self.V)
 
 
+@dataclasses.dataclass(frozen=True)
+class ScheduleOptions:
+    """What a plan's schedules are asked for; 0: as built."""
+
+    sequences_whole: bool = False
+    window_bytes: int = 0  # of the sm90 backward
+    shortest_segment: int = 0  # chunks, likewise
+
+
 class LibraryError(RuntimeError):
     pass
 
@@ -144,13 +157,13 @@ class Library:
     def __init__(self, path: str, device: str, backend: str = "cuda", filled: bool = True) -> None:
         self.lib = ctypes.CDLL(path)
         self.backend = backend
+        self.schedules = ScheduleOptions()  # of the plans made from here on
         self.lib.cula_plan.restype = ctypes.c_void_p
         self.lib.cula_free_plan.argtypes = [ctypes.c_void_p]
         self.lib.cula_workspace.restype = ctypes.c_int64
         self.lib.cula_workspace.argtypes = [ctypes.c_void_p, ctypes.c_int]
         self.lib.cula_backward_workspace.restype = ctypes.c_int64
         self.lib.cula_backward_workspace.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-        self.lib.cula_backward_sizes.argtypes = [ctypes.c_int64, ctypes.c_int64]
         self.device = device
         self.filled = filled
         self.error = ctypes.create_string_buffer(1000)
@@ -160,9 +173,10 @@ class Library:
         offsets = None if shape.offsets is None else (ctypes.c_int64 * len(shape.offsets))(*shape.offsets)
         problem = CProblem(
             *(shape.B, shape.T, shape.H, shape.HV, shape.K, shape.V, shape.C),
-            *(offsets, len(shape.offsets or []), shape.scale, code, bits),
+            *(offsets, len(shape.offsets or []), shape.scale),
+            *(self.schedules.window_bytes, self.schedules.shortest_segment, code, bits),
             *(shape.l2norm, shape.gate, shape.sigmoid, shape.neg_eigval, shape.v_first, shape.batch_invariant),
-            BACKENDS.index(self.backend),
+            *(self.schedules.sequences_whole, BACKENDS.index(self.backend)),
         )
         plan = self.lib.cula_plan(ctypes.byref(problem), 0, self.error, ctypes.c_size_t(1000))
         if not plan:

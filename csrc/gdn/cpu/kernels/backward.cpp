@@ -13,6 +13,7 @@
 // A: A^T dA A^T = A^T (X R^T) A^T = (A^T X) (A R)^T = dW V'^T, so dL = -tril(dW V'^T).
 #include "gdn/cpu/kernels/kernels.h"
 #include "gdn/cpu/kernels/sequence_pass.h"
+#include "gdn/schedules.h"
 #include "gdn/validate.h"
 
 namespace cula::gdn::cpu::CULA_ISA {
@@ -70,7 +71,7 @@ struct GradientScratch : PrepareScratch<Policy> {
 template <class Policy>
 struct BackwardWorkspace {
   using T = typename Policy::Scalar;
-  std::vector<Batch> batches;
+  const std::vector<Batch>& batches;
   int64_t group;
   TensorView h, dh;      // [slots, HV / H, K, V]
   TensorView v_new, dv;  // [slots, HV / H, C, V]: V' and X
@@ -78,15 +79,12 @@ struct BackwardWorkspace {
   void* thread_scratch;
   size_t thread_bytes;
 
-  BackwardWorkspace(Arena& arena, const Plan& plan) {
+  BackwardWorkspace(Arena& arena, const Plan& plan) : batches(plan.schedules().backward_batches) {
     const Problem& p = plan.problem();
     const DType stat = stat_dtype(p);
     const auto num_chunks = static_cast<int64_t>(plan.chunks().size());
     group = p.value_heads / p.heads;
-    batches = make_batches(
-        plan, group * 2 * (p.key_dim + p.chunk_size) * p.value_dim * static_cast<int64_t>(dtype_size(stat)));
-    int64_t slots = 0;
-    for (const Batch& batch : batches) slots = std::max(slots, batch.end_slot - batch.first_slot);
+    const int64_t slots = most_slots(batches);
     h = take_tensor(arena, stat, {slots, group, p.key_dim, p.value_dim});
     dh = take_tensor(arena, stat, {slots, group, p.key_dim, p.value_dim});
     v_new = take_tensor(arena, stat, {slots, group, p.chunk_size, p.value_dim});

@@ -7,6 +7,7 @@
 // passes one by one, with A saved between them.
 #include "gdn/cpu/kernels/kernels.h"
 #include "gdn/cpu/kernels/sequence_pass.h"
+#include "gdn/schedules.h"
 #include "gdn/state_pools.h"
 #include "gdn/validate.h"
 
@@ -18,18 +19,18 @@ namespace {
 template <class Policy>
 struct ForwardWorkspace {
   using T = typename Policy::Scalar;
-  std::vector<Batch> batches;
+  const std::vector<Batch>& batches;
   TensorView q_normalized, q_rstd, k_normalized, k_rstd;
   TensorView A;  // [slots, HV / H, C, C], unless it is saved
   void* thread_scratch;
   size_t thread_bytes;
 
-  ForwardWorkspace(Arena& arena, const Plan& plan, bool saves_for_backward) {
+  ForwardWorkspace(Arena& arena, const Plan& plan, bool saves_for_backward)
+      : batches(plan.schedules().forward_batches) {
     const Problem& p = plan.problem();
     const DType x = from_dlpack(p.dtype, "dtype");
     const DType stat = stat_dtype(p);
     const int64_t group = p.value_heads / p.heads;
-    batches = make_batches(plan, group * p.chunk_size * p.chunk_size * static_cast<int64_t>(dtype_size(x)));
     if (!saves_for_backward) {
       if (p.use_qk_l2norm) {
         q_normalized = take_tensor(arena, x, {p.batch, p.tokens, p.heads, p.key_dim});
