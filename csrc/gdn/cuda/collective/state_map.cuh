@@ -1,82 +1,188 @@
-// S <- M S + S_ext in fp32: a block keeps some columns of the state in registers, kColumns of one row a thread, and
-// goes through M in tiles.
+// S <- M S + S_ext in fp32, for one M and S_ext after the other. A block has some columns of the state, a thread a
+// patch of it in registers. M comes in tiles of some terms of the sum, through a ring in shared memory that runs ahead
+// of the products, from one M into the next.
 #pragma once
 
+#include "common/device/cp_async.cuh"
 #include "gdn/cuda/collective/arguments.cuh"
 
 namespace cula::gdn::cuda {
 
-inline constexpr int kMapThreads = 256;
-inline constexpr int kMapColumns = 16;  // of the state, a block
-inline constexpr int kMapStep = 32;     // columns of the map at a time
-
+inline constexpr int kMapColumns = 32;  // of the state, a block
+inline constexpr int kMapPatch = 4;     // rows and columns of the state, a thread
 template <int kKeyDim>
+inline constexpr int kMapThreads = kKeyDim* kMapColumns / (kMapPatch * kMapPatch);
+// Terms of the sum that a tile holds, and tiles of the ring: what a block may have on any GPU, 99 KB.
+template <int kKeyDim>
+inline constexpr int kMapStep = kKeyDim == 256 ? 16 : 32;
+template <int kKeyDim>
+inline constexpr int kMapTiles = kKeyDim == 256 ? 3 : 4;
+
+// kTransposed: with the transpose of M. A tile lies as M does: rows of the result by terms, or transposed.
+template <int kKeyDim, bool kTransposed>
 struct StateMapShared {
-  float state[kKeyDim][kMapColumns];
-  float map[kKeyDim][kMapStep + 1];  // rows of the result by terms of its sum
+  static constexpr int kRowCount = kTransposed ? kMapStep<kKeyDim> : kKeyDim;
+  static constexpr int kColumnCount = kTransposed ? kKeyDim : kMapStep<kKeyDim>;
+  static constexpr int kTilePitch = kColumnCount + 4;  // no bank conflicts between rows
+  alignas(16) float tiles[kMapTiles<kKeyDim>][kRowCount * kTilePitch];
+  alignas(16) float state[kKeyDim][kMapColumns + 4];
 };
 
-// kTransposed: with the transpose of M.
 template <int kKeyDim, bool kTransposed>
 struct StateMap {
-  static constexpr int kGroups = kMapThreads / kKeyDim;  // threads that share a row
-  static constexpr int kColumns = kMapColumns / kGroups;
-  static constexpr int kLoads = kKeyDim * kMapStep / kMapThreads;
+  using Shared = StateMapShared<kKeyDim, kTransposed>;
+  static_assert(sizeof(Shared) <= 99 * 1024);
+  static constexpr int kTiles = kMapTiles<kKeyDim>;
+  static constexpr int kStep = kMapStep<kKeyDim>;
+  static constexpr int kThreads = kMapThreads<kKeyDim>;
+  using Patch = float[kMapPatch][kMapPatch];
 
-  StateMapShared<kKeyDim>& shared;
+  Shared& shared;
   int key_dim;
   int value_dim;
   int block_value;  // the block's first column
 
-  __device__ __forceinline__ int row() const { return static_cast<int>(threadIdx.x) % kKeyDim; }
-  __device__ __forceinline__ int first_column() const { return static_cast<int>(threadIdx.x) / kKeyDim * kColumns; }
-  // Of this thread's elements.
-  __device__ __forceinline__ bool valid(int i) const {
-    return row() < key_dim && block_value + first_column() + i < value_dim;
+  // Of this thread's patch. A warp has 32 rows and 16 columns; a thread's rows are neighbours where it reads them in
+  // one piece, and eight apart where it reads terms in one piece.
+  __device__ __forceinline__ int row(int i) const {
+    const int first = static_cast<int>(threadIdx.x) / 64 * 32;
+    const int lane = lane_id() & 7;
+    return first + (kTransposed ? kMapPatch * lane + i : lane + 8 * i);
   }
-  __device__ __forceinline__ int64_t offset(const TensorArg& x, int64_t n, int64_t head, int i) const {
-    return n * x.stride[0] + head * x.stride[1] + row() * x.stride[2] +
-           (block_value + first_column() + i) * x.stride[3];
+  __device__ __forceinline__ int column(int j) const {
+    return 16 * (static_cast<int>(threadIdx.x) / 32 & 1) + kMapPatch * (lane_id() >> 3) + j;
   }
-
-  // map(r, t): element of M; addend(i): of S_ext, for this thread's elements. By all threads.
-  template <class Map, class Addend>
-  __device__ __forceinline__ void apply(float (&s)[kColumns], const Map& map, const Addend& addend) const {
-    const int thread = static_cast<int>(threadIdx.x);
+  __device__ __forceinline__ int64_t offset(const TensorArg& x, int64_t n, int64_t head, int i, int j) const {
+    return n * x.stride[0] + head * x.stride[1] + row(i) * x.stride[2] + (block_value + column(j)) * x.stride[3];
+  }
+  // visit(i, j), for the elements of this thread's patch that exist.
+  template <class Visit>
+  __device__ __forceinline__ void visit_patch(const Visit& visit) const {
 #pragma unroll
-    for (int i = 0; i < kColumns; ++i) shared.state[row()][first_column() + i] = s[i];
-    // Element (r, t) of the tile: M[r][t] or its transpose's; consecutive threads read consecutive elements of M.
-    float ahead[kLoads];
-    const auto fetch = [&](int first) {
+    for (int i = 0; i < kMapPatch; ++i) {
 #pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
-        const int at = i * kMapThreads + thread;
-        const int r = kTransposed ? at % kKeyDim : at / kMapStep;
-        const int t = first + (kTransposed ? at / kKeyDim : at % kMapStep);
-        ahead[i] = r < key_dim && t < key_dim ? map(kTransposed ? t : r, kTransposed ? r : t) : 0.0f;
-      }
-    };
-    fetch(0);
-#pragma unroll
-    for (int i = 0; i < kColumns; ++i) s[i] = valid(i) ? addend(i) : 0.0f;
-    for (int first = 0; first < key_dim; first += kMapStep) {
-      sync_block();
-#pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
-        const int at = i * kMapThreads + thread;
-        shared.map[kTransposed ? at % kKeyDim : at / kMapStep][kTransposed ? at / kKeyDim : at % kMapStep] = ahead[i];
-      }
-      sync_block();
-      if (first + kMapStep < key_dim) fetch(first + kMapStep);
-      const int terms = key_dim - first < kMapStep ? key_dim - first : kMapStep;
-#pragma unroll 4
-      for (int t = 0; t < terms; ++t) {
-        const float m = shared.map[row()][t];
-#pragma unroll
-        for (int i = 0; i < kColumns; ++i) s[i] += m * shared.state[first + t][first_column() + i];
+      for (int j = 0; j < kMapPatch; ++j) {
+        if (row(i) < key_dim && block_value + column(j) < value_dim) visit(i, j);
       }
     }
-    sync_block();
+  }
+  __device__ __forceinline__ static void clear(Patch& x) {
+#pragma unroll
+    for (int i = 0; i < kMapPatch; ++i) {
+#pragma unroll
+      for (int j = 0; j < kMapPatch; ++j) x[i][j] = 0.0f;
+    }
+  }
+  __device__ __forceinline__ void load(Patch& x, const TensorArg& from, int64_t n, int64_t head) const {
+    clear(x);
+    visit_patch([&](int i, int j) { x[i][j] = from.load(offset(from, n, head, i, j)); });
+  }
+  __device__ __forceinline__ void store(const Patch& x, const TensorArg& to, int64_t n, int64_t head) const {
+    visit_patch([&](int i, int j) { to.store(offset(to, n, head, i, j), x[i][j]); });
+  }
+
+  // Starts to bring the terms from `first` on of the M at element `at`. Zeros where there are none.
+  __device__ __forceinline__ void bring(float* tile, const TensorArg& map, int64_t at, int first, bool vectors) const {
+    constexpr int kVectors = Shared::kColumnCount / 4;
+    const int first_row = kTransposed ? first : 0;
+    const int first_column = kTransposed ? 0 : first;
+#pragma unroll 4
+    for (int item = static_cast<int>(threadIdx.x); item < Shared::kRowCount * kVectors; item += kThreads) {
+      const int r = item / kVectors;
+      const int c = item % kVectors * 4;
+      float* target = tile + r * Shared::kTilePitch + c;
+      const int64_t source = at + (first_row + r) * map.stride[2] + (first_column + c) * map.stride[3];
+      const auto exists = [&](int i) { return first_row + r < key_dim && first_column + c + i < key_dim; };
+      if (vectors) {
+        cp_async<16>(target, static_cast<const float*>(map.data) + (exists(0) ? source : 0), exists(0));
+        continue;
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) target[i] = exists(i) ? map.load(source + i * map.stride[3]) : 0.0f;
+    }
+  }
+  // Whether M can be copied as it lies.
+  __device__ __forceinline__ bool has_vectors(const TensorArg& map) const {
+    return map.dtype == DType::kFloat32 && map.stride[3] == 1 && key_dim % 4 == 0 &&
+           ((map.stride[0] | map.stride[1] | map.stride[2]) & 3) == 0 &&
+           (reinterpret_cast<uintptr_t>(map.data) & 15) == 0;
+  }
+
+  // sum += the share of a tile's terms, the first of them being `first`.
+  __device__ __forceinline__ void multiply(Patch& sum, const float* tile, int first) const {
+    const int terms = key_dim - first < kStep ? key_dim - first : kStep;
+#pragma unroll 4
+    for (int t = 0; t < terms; t += 4) {
+      float m[kMapPatch][4];  // rows by terms, or transposed
+      float x[4][kMapPatch];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* source =
+            tile + (kTransposed ? (t + i) * Shared::kTilePitch + row(0) : row(i) * Shared::kTilePitch + t);
+        *reinterpret_cast<float4*>(m[i]) = *reinterpret_cast<const float4*>(source);
+        *reinterpret_cast<float4*>(x[i]) = *reinterpret_cast<const float4*>(&shared.state[first + t + i][column(0)]);
+      }
+#pragma unroll
+      for (int term = 0; term < 4; ++term) {
+#pragma unroll
+        for (int i = 0; i < kMapPatch; ++i) {
+#pragma unroll
+          for (int j = 0; j < kMapPatch; ++j) sum[i][j] += (kTransposed ? m[term][i] : m[i][term]) * x[term][j];
+        }
+      }
+    }
+  }
+
+  // s <- M s + X for `count` steps: step n has M at element map_at(n) of `map`; add(x, n) puts X; before(s, n) sees the
+  // state first. By all threads.
+  template <class MapAt, class Add, class Before>
+  __device__ __forceinline__ void run(Patch& s, int64_t count, const TensorArg& map, const MapAt& map_at,
+                                      const Add& add, const Before& before) const {
+    const bool vectors = has_vectors(map);
+    const int tiles = (key_dim + kStep - 1) / kStep;  // of an M
+    int64_t ahead = 0;                                // the step that is brought next, and its terms
+    int ahead_first = 0;
+    int ahead_slot = 0;
+    const auto bring_next = [&] {
+      if (ahead < count) {
+        bring(shared.tiles[ahead_slot], map, map_at(ahead), ahead_first, vectors);
+        if ((ahead_first += kStep) >= key_dim) {
+          ahead_first = 0;
+          ++ahead;
+        }
+        if (++ahead_slot == kTiles) ahead_slot = 0;
+      }
+      cp_async_commit();
+    };
+#pragma unroll 1
+    for (int i = 0; i < kTiles - 1; ++i) bring_next();
+    int slot = 0;
+#pragma unroll 1
+    for (int64_t n = 0; n < count; ++n) {
+      before(s, n);
+      sync_block();  // all have left the state before
+#pragma unroll
+      for (int i = 0; i < kMapPatch; ++i) {
+        *reinterpret_cast<float4*>(&shared.state[row(i)][column(0)]) = make_float4(s[i][0], s[i][1], s[i][2], s[i][3]);
+      }
+      Patch x;
+      add(x, n);
+      Patch sum;
+      clear(sum);
+#pragma unroll 1
+      for (int tile = 0; tile < tiles; ++tile) {
+        cp_async_wait<kTiles - 2>();
+        sync_block();  // the tile has come, the state lies there, and all have left the tile before
+        bring_next();
+        multiply(sum, shared.tiles[slot], tile * kStep);
+        if (++slot == kTiles) slot = 0;
+      }
+#pragma unroll
+      for (int i = 0; i < kMapPatch; ++i) {
+#pragma unroll
+        for (int j = 0; j < kMapPatch; ++j) s[i][j] = sum[i][j] + x[i][j];
+      }
+    }
   }
 };
 

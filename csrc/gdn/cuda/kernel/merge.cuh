@@ -22,38 +22,29 @@ struct MergeArgs {
 };
 
 template <int kKeyDim, bool kAdjoint>
-__global__ void __launch_bounds__(kMapThreads, 1) merge_kernel(const MergeArgs args) {
+__global__ void __launch_bounds__(kMapThreads<kKeyDim>, 1) merge_kernel(const MergeArgs args) {
   using Columns = StateMap<kKeyDim, kAdjoint>;
   const int64_t unit = blockIdx.x / args.value_blocks;
   const int block_value = static_cast<int>(blockIdx.x - unit * args.value_blocks) * kMapColumns;
-  const Columns columns = {*reinterpret_cast<StateMapShared<kKeyDim>*>(dynamic_shared_memory()), args.key_dim,
+  const Columns columns = {*reinterpret_cast<typename Columns::Shared*>(dynamic_shared_memory()), args.key_dim,
                            args.value_dim, block_value};
   const int64_t sequence_index = unit / args.value_heads;
   const int64_t head = unit - sequence_index * args.value_heads;
   const Sequence sequence = find_sequence(args.sequences, sequence_index);
   const int64_t first_place = first_segment_place(args.sequences, sequence_index);
   const int64_t count = count_segments(args.sequences, sequence);
+  const auto place = [&](int64_t step) { return first_place + (kAdjoint ? count - 1 - step : step); };
 
   const int64_t slot = args.entry ? args.slots.of(sequence_index) : -1;
-  float s[Columns::kColumns];
-#pragma unroll
-  for (int i = 0; i < Columns::kColumns; ++i) {
-    s[i] = slot >= 0 && columns.valid(i) ? args.entry.load(columns.offset(args.entry, slot, head, i)) : 0.0f;
-  }
-  for (int64_t step = 0; step < count; ++step) {
-    const int64_t place = first_place + (kAdjoint ? count - 1 - step : step);
-#pragma unroll
-    for (int i = 0; i < Columns::kColumns; ++i) {
-      if (columns.valid(i)) static_cast<float*>(args.seeds.data)[columns.offset(args.seeds, place, head, i)] = s[i];
-    }
-    if (step + 1 == count) break;
-    const float* summary = static_cast<const float*>(args.summary.data);
-    const float* map =
-        static_cast<const float*>(args.map.data) + place * args.map.stride[0] + head * args.map.stride[1];
-    columns.apply(
-        s, [&](int r, int t) { return map[r * args.map.stride[2] + t]; },
-        [&](int i) { return summary[columns.offset(args.summary, place, head, i)]; });
-  }
+  typename Columns::Patch s;
+  Columns::clear(s);
+  if (slot >= 0) columns.load(s, args.entry, slot, head);
+  columns.run(
+      s, count - 1, args.map,
+      [&](int64_t step) { return place(step) * args.map.stride[0] + head * args.map.stride[1]; },
+      [&](auto& x, int64_t step) { columns.load(x, args.summary, place(step), head); },
+      [&](const auto& x, int64_t step) { columns.store(x, args.seeds, place(step), head); });
+  columns.store(s, args.seeds, place(count - 1), head);
 }
 
 // The state that summaries of other ranks make, entry by entry from zero. Of the first one only S_ext is read.
@@ -73,33 +64,27 @@ struct ChainArgs {
 };
 
 template <int kKeyDim>
-__global__ void __launch_bounds__(kMapThreads, 1) chain_kernel(const __grid_constant__ ChainArgs args) {
+__global__ void __launch_bounds__(kMapThreads<kKeyDim>, 1) chain_kernel(const __grid_constant__ ChainArgs args) {
   using Columns = StateMap<kKeyDim, false>;
   const int64_t head = blockIdx.x / args.value_blocks;
   const int block_value = static_cast<int>(blockIdx.x - head * args.value_blocks) * kMapColumns;
-  const Columns columns = {*reinterpret_cast<StateMapShared<kKeyDim>*>(dynamic_shared_memory()), args.key_dim,
+  const Columns columns = {*reinterpret_cast<typename Columns::Shared*>(dynamic_shared_memory()), args.key_dim,
                            args.value_dim, block_value};
-  float s[Columns::kColumns];
-#pragma unroll
-  for (int i = 0; i < Columns::kColumns; ++i) {
-    s[i] = args.entry && columns.valid(i) ? args.entry.load(columns.offset(args.entry, 0, head, i)) : 0.0f;
+  typename Columns::Patch s;
+  Columns::clear(s);
+  // Without a state yet M may be anything, as 0 times infinity would show.
+  const bool starts = !args.entry && args.count > 0;
+  if (starts) {
+    columns.load(s, args.summary, args.order[0], head);
+  } else if (args.entry) {
+    columns.load(s, args.entry, 0, head);
   }
-  for (int step = 0; step < args.count; ++step) {
-    const int64_t n = args.order[step];
-    const auto addend = [&](int i) { return args.summary.load(columns.offset(args.summary, n, head, i)); };
-    if (step == 0 && !args.entry) {  // there is no state yet: M may be anything, as 0 times infinity would show
-#pragma unroll
-      for (int i = 0; i < Columns::kColumns; ++i) s[i] = columns.valid(i) ? addend(i) : 0.0f;
-      continue;
-    }
-    const int64_t map = n * args.map.stride[0] + head * args.map.stride[1];
-    columns.apply(
-        s, [&](int r, int t) { return args.map.load(map + r * args.map.stride[2] + t * args.map.stride[3]); }, addend);
-  }
-#pragma unroll
-  for (int i = 0; i < Columns::kColumns; ++i) {
-    if (columns.valid(i)) args.state.store(columns.offset(args.state, 0, head, i), s[i]);
-  }
+  const int32_t* order = args.order + (starts ? 1 : 0);
+  columns.run(
+      s, args.count - (starts ? 1 : 0), args.map,
+      [&](int64_t step) { return order[step] * args.map.stride[0] + head * args.map.stride[1]; },
+      [&](auto& x, int64_t step) { columns.load(x, args.summary, order[step], head); }, [](const auto&, int64_t) {});
+  columns.store(s, args.state, 0, head);
 }
 
 }  // namespace cula::gdn::cuda
