@@ -161,11 +161,12 @@ std::string Plan::describe() const {
     const ScanCut& scan = schedules_->scan;
     text += concat("\n  passes over the chunks: ", scan.schedule.describe(scan.longest));
   }
-  if (backend_ == Backend::kCuda || backend_ == Backend::kSm90) {
+  if (backend_ == Backend::kCuda) {
     text += concat("\n  context parallelism: summaries and merges backend cuda, ", schedules_->summary.value_block(),
                    " columns a block forward, ", schedules_->adjoint_summary.value_block(), " backward");
   }
   if (backend_ == Backend::kSm90) {
+    text += "\n  context parallelism: summaries backend sm90, merges backend cuda";
     text += concat("\n  forward: ", schedules_->sm90_forward.describe(),
                    "\n  backward: ", schedules_->sm90_backward.describe(),
                    "\n  stages intra, recompute_w_u, fwd_h, fwd_o, dv_local, dhu, dqkwg and wy backward: backend sm90",

@@ -424,7 +424,10 @@ def main() -> int:
         arguments.json.write_text(json.dumps(stamp | result, indent=1) + "\n")
 
     if arguments.emulated:
-        context_parallel.small(run, (torch.bfloat16, torch.float32))
+        for backend, dtypes in (("cuda", (torch.bfloat16, torch.float32)), ("auto", (torch.bfloat16, torch.float16))):
+            print(f"---- backend {backend}", flush=True)
+            run.library.backend = backend
+            context_parallel.small(run, dtypes)
     elif not arguments.no_checks:
         sixteen_bits = (torch.bfloat16, torch.float16)
         for backend, dtypes in (("cuda", (*sixteen_bits, torch.float32)), ("auto", sixteen_bits)):

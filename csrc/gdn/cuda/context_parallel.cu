@@ -6,6 +6,7 @@
 #include "gdn/cuda/launch/kernels.h"
 #include "gdn/cuda/launch/scan.h"
 #include "gdn/cuda/operator.h"
+#include "gdn/cuda/views.h"
 #include "gdn/cuda/workspace.h"
 
 namespace cula::gdn::cuda {
@@ -31,33 +32,6 @@ struct SummaryWorkspace {
     bytes = cutter.used();
   }
 };
-
-// A sequence as the only one of its row of the batch.
-SequenceTable only_sequence(SequenceTable table, int64_t n) {
-  if (table.offsets != nullptr) {
-    const int64_t size = table.wide ? sizeof(int64_t) : sizeof(int32_t);
-    table.offsets = static_cast<const char*>(table.offsets) + n * size;
-  }
-  table.num_sequences = 1;
-  return table;
-}
-
-// From entry n of the first dimension on.
-TensorArg from_entry(TensorArg x, int64_t n) {
-  if (x) x.data = static_cast<char*>(x.data) + n * x.stride[0] * static_cast<int64_t>(dtype_size(x.dtype));
-  return x;
-}
-
-// The columns of a [P, HV, K, columns] tensor from `column` on.
-TensorArg from_column(TensorArg x, int64_t column) {
-  x.data = static_cast<char*>(x.data) + column * x.stride[3] * static_cast<int64_t>(dtype_size(x.dtype));
-  return x;
-}
-
-TensorArg transposed(TensorArg x) {
-  std::swap(x.stride[2], x.stride[3]);
-  return x;
-}
 
 // What both directions start from.
 struct SequenceInput {

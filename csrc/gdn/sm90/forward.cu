@@ -256,6 +256,10 @@ const BackendTable& sm90_backend() {
     table.cp_prepare = sm90::cp_prepare;  // like the general backend's, it needs no workspace
     table.cp_advance_workspace_bytes = sm90::cp_advance_workspace_bytes;
     table.cp_advance = sm90::cp_advance;
+    table.cp_summarize_workspace_bytes = sm90::cp_summarize_workspace_bytes;
+    table.cp_summarize = sm90::cp_summarize;
+    table.cp_summarize_adjoint_workspace_bytes = sm90::cp_summarize_adjoint_workspace_bytes;
+    table.cp_summarize_adjoint = sm90::cp_summarize_adjoint;
     table.backward_workspace_bytes = [](const Plan& plan) { return sm90::backward_workspace_bytes(plan); };
     table.backward_workspace_bytes_for = [](const Plan& plan, const BackwardTensors& t) {
       return sm90::backward_workspace_bytes(plan, t);

@@ -16,6 +16,11 @@ void cp_prepare(const Plan& plan, const ForwardTensors& t, Workspace workspace, 
 size_t cp_advance_workspace_bytes(const Plan& plan);
 void cp_advance(const Plan& plan, const ForwardTensors& t, Workspace workspace, Stream stream);
 
+size_t cp_summarize_workspace_bytes(const Plan& plan);
+void cp_summarize(const Plan& plan, const cp::Summary& t, Workspace workspace, Stream stream);
+size_t cp_summarize_adjoint_workspace_bytes(const Plan& plan);
+void cp_summarize_adjoint(const Plan& plan, const cp::AdjointSummary& t, Workspace workspace, Stream stream);
+
 size_t backward_workspace_bytes(const Plan& plan);
 size_t backward_workspace_bytes(const Plan& plan, const BackwardTensors& t);
 void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, Stream stream);

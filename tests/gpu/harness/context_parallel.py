@@ -186,6 +186,19 @@ def small(run: Runner, dtypes: tuple[torch.dtype, ...]) -> None:
         )
         # Chunks at one end do not see the other any more, and M is zero.
         summaries(run, f"cp {d} forgets", Shape(dtype, T=400, H=1, HV=2, C=16), [0], Options(constant_gate=-1.0))
+        flags = {"l2norm": True, "gate": True, "sigmoid": True, "neg_eigval": True, "v_first": True}
+        summaries(
+            run, f"cp {d} flags, chunks of 64",
+            Shape(dtype, T=230, H=1, HV=2, K=64, V=128, offsets=[0, 1, 140, 140, 200], **flags), [3, 1], factor=1.5,
+        )  # fmt: skip
+        summaries(
+            run, f"cp {d} forgets, chunks of 64", Shape(dtype, T=420, H=1, HV=2, offsets=[0, 410]), [0],
+            Options(constant_gate=-0.6),
+        )  # fmt: skip
+        # More chunks than the ends that are looked at first; with strong gates no others are.
+        for gate in (-0.002, -0.5):
+            summaries(run, f"cp {d} 66 chunks, gate {gate}", Shape(dtype, T=4170, H=1, HV=1), [0],
+                      Options(constant_gate=gate))  # fmt: skip
         summaries(run, f"cp {d} strided", Shape(dtype, T=66, H=2, HV=2), [0], Options(gate_scale=1 / 64, strided=True))
         summaries(run, f"cp {d} no tokens", Shape(dtype, T=0, H=1, HV=1), [0])
     only_padding(run, "cp only padding")

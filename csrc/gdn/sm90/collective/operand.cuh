@@ -21,4 +21,16 @@ __device__ __forceinline__ void pack_operands(uint32_t (&operands)[kCount], cons
   for (int i = 0; i < kCount; ++i) operands[i] = pack_operand<T>(x[2 * i], x[2 * i + 1]);
 }
 
+// The same in two terms, the second of which is what the first rounds off: together they have twice the bits.
+template <class T, int kCount>
+__device__ __forceinline__ void split_operands(uint32_t (&first)[kCount], uint32_t (&rest)[kCount],
+                                               const float (&x)[2 * kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    first[i] = pack_operand<T>(x[2 * i], x[2 * i + 1]);
+    const float2 rounded = unpack2<T>(first[i]);
+    rest[i] = pack_operand<T>(x[2 * i] - rounded.x, x[2 * i + 1] - rounded.y);
+  }
+}
+
 }  // namespace cula::gdn::sm90

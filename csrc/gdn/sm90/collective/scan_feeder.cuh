@@ -22,7 +22,9 @@ struct ScanFeeder {
   __device__ __forceinline__ void load(int step, int stage) const {
     const int chunk = chunk_at(step);
     const uint32_t barrier = shared.full_barrier(stage);
-    mbarrier_arrive_expect(barrier, kTilesUsed * kTileBytes + static_cast<int>(sizeof(ChunkFactors)));
+    const bool has_values = kAdjoint || !unit.is_transition;
+    const int tile_count = has_values ? kTilesUsed : kTilesUsed - 1;
+    mbarrier_arrive_expect(barrier, tile_count * kTileBytes + static_cast<int>(sizeof(ChunkFactors)));
     const uint32_t tiles = shared.stage(stage);
     BoxOrigin at = {0, unit.key_head, unit.token + chunk * kRows, unit.batch};
 #pragma unroll
@@ -35,7 +37,7 @@ struct ScanFeeder {
     at.column = 0;
     tma_load(tiles + Shared::kA, args.maps.A, at, barrier);
     at.column = 64 * unit.value_tile;
-    tma_load(tiles + Shared::kValues, kAdjoint ? args.maps.grad_output : args.maps.v, at, barrier);
+    if (has_values) tma_load(tiles + Shared::kValues, kAdjoint ? args.maps.grad_output : args.maps.v, at, barrier);
     bulk_load(shared.factor(stage),
               args.factors + static_cast<int64_t>(unit.slot + chunk) * args.value_heads + unit.head,
               sizeof(ChunkFactors), barrier);

@@ -66,17 +66,9 @@ __device__ __forceinline__ void load_squares(float (&squares)[2], const FactorAr
   }
 }
 
-// One warp a (chunk, value head).
-static __global__ void __launch_bounds__(32 * kFactorWarps, 4) factors_kernel(const FactorArgs args) {
-  __shared__ ChunkFactors factors[kFactorWarps];
-  launch_dependents();
-  const int64_t item = static_cast<int64_t>(blockIdx.x) * kFactorWarps + warp_id();
-  const int64_t slot = item / args.value_heads;
-  if (slot >= args.sequences.num_slots()) return;
-  Chunk chunk;
-  if (!find_chunk(args.sequences, slot, chunk)) return;
-  ChunkFactors& mine = factors[warp_id()];
-  const int64_t head = item - slot * args.value_heads;
+// Of one chunk and value head, by one warp: made in shared memory, then stored.
+__device__ __forceinline__ void store_factors(const FactorArgs& args, const Chunk& chunk, int64_t slot, int64_t head,
+                                              ChunkFactors& mine) {
   make_factors(mine, load_gates(args.gates, chunk, head), args.gates, chunk, head, args.scale);
   sync_warp();
   if (args.wants_norm) {
@@ -94,8 +86,20 @@ static __global__ void __launch_bounds__(32 * kFactorWarps, 4) factors_kernel(co
     sync_warp();
   }
   const uint4* source = reinterpret_cast<const uint4*>(&mine);
-  uint4* target = reinterpret_cast<uint4*>(args.factors + item);
+  uint4* target = reinterpret_cast<uint4*>(args.factors + slot * args.value_heads + head);
   for (int i = lane_id(); i < static_cast<int>(sizeof(ChunkFactors) / 16); i += 32) target[i] = source[i];
+}
+
+// One warp a (chunk, value head).
+static __global__ void __launch_bounds__(32 * kFactorWarps, 4) factors_kernel(const FactorArgs args) {
+  __shared__ ChunkFactors factors[kFactorWarps];
+  launch_dependents();
+  const int64_t item = static_cast<int64_t>(blockIdx.x) * kFactorWarps + warp_id();
+  const int64_t slot = item / args.value_heads;
+  if (slot >= args.sequences.num_slots()) return;
+  Chunk chunk;
+  if (!find_chunk(args.sequences, slot, chunk)) return;
+  store_factors(args, chunk, slot, item - slot * args.value_heads, factors[warp_id()]);
 }
 
 }  // namespace cula::gdn::sm90
