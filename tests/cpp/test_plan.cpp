@@ -357,6 +357,10 @@ TEST(HopperSchedule, FillsTheMachine) {
   EXPECT_GE(few.blocks, 64);
   EXPECT_LE(few.blocks, gdn::sm90::kMultiprocessors);
   EXPECT_EQ(choose_schedule({512}, 8, 128).segment_chunks, 0);
+  // Three segments and two take the same time where gates forget, two less where they do not.
+  for (const auto& lengths : {std::vector<int64_t>{8192}, std::vector<int64_t>(4, 8192)}) {
+    EXPECT_EQ(choose_schedule(lengths, lengths.size() == 1 ? 32 : 8, 128).segment_chunks, 64);
+  }
   EXPECT_NE(few.describe().find("segments"), std::string::npos);
 }
 

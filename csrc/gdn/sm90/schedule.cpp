@@ -46,10 +46,15 @@ class Model {
     double time =
         std::max(length, forward_waves * average) * kCosts.chunk_us[value_tiles] + forward_waves * kCosts.start_us;
     if (segment != 0) {
+      const auto summary_us = [&](double rounds, int64_t chunks) {
+        return rounds * (static_cast<double>(chunks) * kCosts.summary_chunk_us + kCosts.start_us);
+      };
       const int64_t remembered = std::min(std::max(longest_ - segment, int64_t{0}), kCosts.remembered_chunks);
-      time += static_cast<double>(waves(summaries * (value_dim_ / 64))) *
-                  (static_cast<double>(remembered) * kCosts.summary_chunk_us + kCosts.start_us) +
-              kCosts.merge_us;
+      const int64_t slices = summaries * (value_dim_ / 64);  // and about as many of M
+      const double typical = summary_us(static_cast<double>(waves(slices)), remembered);
+      const double with_map = summary_us(
+          2 * slices <= kMultiprocessors ? 1.0 : kCosts.crowding * static_cast<double>(waves(slices)), segment);
+      time += (1.0 - kCosts.remembering) * typical + kCosts.remembering * with_map + kCosts.merge_us;
     }
     return {value_tiles, segment, blocks, time};
   }

@@ -30,10 +30,14 @@ struct Costs {
   double start_us = 5.0;                 // of a wave of blocks: its first loads, its last stores
   double summary_chunk_us = 1.05;        // one chunk of the summary
   double merge_us = 4.0;                 // of its launch
+  double crowding = 1.5;                 // a chunk of two blocks that share a multiprocessor, in chunks of one
   // Chunks that the summary goes through: with the decay of typical gates (here -0.05 a token) all that came before
   // them has vanished in fp32 (segments.cuh: kForgotten), and no transition is needed. Gates that decay less make the
   // summary longer, nothing else.
   int64_t remembered_chunks = 28;
+  // Weight of inputs whose gates forget nothing, where a summary goes through its whole segment, and for M too: of
+  // splits that are as good for typical gates it decides for the one that loses less.
+  double remembering = 0.15;
 };
 
 // lengths: tokens of each sequence.
