@@ -1,6 +1,9 @@
 // S <- M S + S_ext in fp32, for one M and S_ext after the other. A block has some columns of the state, a thread a
 // patch of it in registers. M comes in tiles of some terms of the sum, through a ring in shared memory that runs ahead
 // of the products, from one M into the next.
+//
+// Reading operands from shared memory is what limits it: a warp has all rows of a few columns, so that it reads a row
+// of the state in one piece.
 #pragma once
 
 #include "common/device/cp_async.cuh"
@@ -8,10 +11,9 @@
 
 namespace cula::gdn::cuda {
 
-inline constexpr int kMapColumns = 32;  // of the state, a block
-inline constexpr int kMapPatch = 4;     // rows and columns of the state, a thread
-template <int kKeyDim>
-inline constexpr int kMapThreads = kKeyDim* kMapColumns / (kMapPatch * kMapPatch);
+inline constexpr int kMapThreads = 128;
+inline constexpr int kMapPatchColumns = 8;  // of the state, a warp
+inline constexpr int kMapColumns = kMapThreads / 32 * kMapPatchColumns;
 // Terms of the sum that a tile holds, and tiles of the ring: what a block may have on any GPU, 99 KB.
 template <int kKeyDim>
 inline constexpr int kMapStep = kKeyDim == 256 ? 16 : 32;
@@ -25,7 +27,7 @@ struct StateMapShared {
   static constexpr int kColumnCount = kTransposed ? kKeyDim : kMapStep<kKeyDim>;
   static constexpr int kTilePitch = kColumnCount + 4;  // no bank conflicts between rows
   alignas(16) float tiles[kMapTiles<kKeyDim>][kRowCount * kTilePitch];
-  alignas(16) float state[kKeyDim][kMapColumns + 4];
+  alignas(16) float state[kKeyDim][kMapColumns + 4];  // a column more than needed: rows in different banks
 };
 
 template <int kKeyDim, bool kTransposed>
@@ -34,24 +36,21 @@ struct StateMap {
   static_assert(sizeof(Shared) <= 99 * 1024);
   static constexpr int kTiles = kMapTiles<kKeyDim>;
   static constexpr int kStep = kMapStep<kKeyDim>;
-  static constexpr int kThreads = kMapThreads<kKeyDim>;
-  using Patch = float[kMapPatch][kMapPatch];
+  static constexpr int kRowCount = kKeyDim / 32;  // of a patch
+  static constexpr int kColumnCount = kMapPatchColumns;
+  using Patch = float[kRowCount][kColumnCount];
 
   Shared& shared;
   int key_dim;
   int value_dim;
   int block_value;  // the block's first column
 
-  // Of this thread's patch. A warp has 32 rows and 16 columns; a thread's rows are neighbours where it reads them in
-  // one piece, and eight apart where it reads terms in one piece.
+  // Of this thread's patch. Its rows are neighbours where it reads them in one piece, and 32 apart where it reads terms
+  // in one piece.
   __device__ __forceinline__ int row(int i) const {
-    const int first = static_cast<int>(threadIdx.x) / 64 * 32;
-    const int lane = lane_id() & 7;
-    return first + (kTransposed ? kMapPatch * lane + i : lane + 8 * i);
+    return kTransposed ? kRowCount * lane_id() + i : lane_id() + 32 * i;
   }
-  __device__ __forceinline__ int column(int j) const {
-    return 16 * (static_cast<int>(threadIdx.x) / 32 & 1) + kMapPatch * (lane_id() >> 3) + j;
-  }
+  __device__ __forceinline__ int column(int j) const { return static_cast<int>(threadIdx.x) / 32 * kColumnCount + j; }
   __device__ __forceinline__ int64_t offset(const TensorArg& x, int64_t n, int64_t head, int i, int j) const {
     return n * x.stride[0] + head * x.stride[1] + row(i) * x.stride[2] + (block_value + column(j)) * x.stride[3];
   }
@@ -59,18 +58,18 @@ struct StateMap {
   template <class Visit>
   __device__ __forceinline__ void visit_patch(const Visit& visit) const {
 #pragma unroll
-    for (int i = 0; i < kMapPatch; ++i) {
+    for (int i = 0; i < kRowCount; ++i) {
 #pragma unroll
-      for (int j = 0; j < kMapPatch; ++j) {
+      for (int j = 0; j < kColumnCount; ++j) {
         if (row(i) < key_dim && block_value + column(j) < value_dim) visit(i, j);
       }
     }
   }
   __device__ __forceinline__ static void clear(Patch& x) {
 #pragma unroll
-    for (int i = 0; i < kMapPatch; ++i) {
+    for (int i = 0; i < kRowCount; ++i) {
 #pragma unroll
-      for (int j = 0; j < kMapPatch; ++j) x[i][j] = 0.0f;
+      for (int j = 0; j < kColumnCount; ++j) x[i][j] = 0.0f;
     }
   }
   __device__ __forceinline__ void load(Patch& x, const TensorArg& from, int64_t n, int64_t head) const {
@@ -87,7 +86,7 @@ struct StateMap {
     const int first_row = kTransposed ? first : 0;
     const int first_column = kTransposed ? 0 : first;
 #pragma unroll 4
-    for (int item = static_cast<int>(threadIdx.x); item < Shared::kRowCount * kVectors; item += kThreads) {
+    for (int item = static_cast<int>(threadIdx.x); item < Shared::kRowCount * kVectors; item += kMapThreads) {
       const int r = item / kVectors;
       const int c = item % kVectors * 4;
       float* target = tile + r * Shared::kTilePitch + c;
@@ -108,26 +107,52 @@ struct StateMap {
            (reinterpret_cast<uintptr_t>(map.data) & 15) == 0;
   }
 
+  // Two or more elements, aligned to 16 bytes or all of them.
+  template <int kCount>
+  __device__ __forceinline__ static void load_vectors(float (&x)[kCount], const float* from) {
+    if constexpr (kCount == 2) {
+      const float2 y = *reinterpret_cast<const float2*>(from);
+      x[0] = y.x;
+      x[1] = y.y;
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; i += 4) {
+        const float4 y = *reinterpret_cast<const float4*>(from + i);
+        x[i] = y.x;
+        x[i + 1] = y.y;
+        x[i + 2] = y.z;
+        x[i + 3] = y.w;
+      }
+    }
+  }
+
   // sum += the share of a tile's terms, the first of them being `first`.
   __device__ __forceinline__ void multiply(Patch& sum, const float* tile, int first) const {
     const int terms = key_dim - first < kStep ? key_dim - first : kStep;
-#pragma unroll 4
+#pragma unroll 2
     for (int t = 0; t < terms; t += 4) {
-      float m[kMapPatch][4];  // rows by terms, or transposed
-      float x[4][kMapPatch];
+      float m[4][kRowCount];  // terms by rows
+      float x[4][kColumnCount];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float* source =
-            tile + (kTransposed ? (t + i) * Shared::kTilePitch + row(0) : row(i) * Shared::kTilePitch + t);
-        *reinterpret_cast<float4*>(m[i]) = *reinterpret_cast<const float4*>(source);
-        *reinterpret_cast<float4*>(x[i]) = *reinterpret_cast<const float4*>(&shared.state[first + t + i][column(0)]);
+      for (int term = 0; term < 4; ++term) {
+        load_vectors(x[term], &shared.state[first + t + term][column(0)]);
+        if constexpr (kTransposed) load_vectors(m[term], tile + (t + term) * Shared::kTilePitch + row(0));
+      }
+      if constexpr (!kTransposed) {
+#pragma unroll
+        for (int i = 0; i < kRowCount; ++i) {
+          float terms_of_row[4];
+          load_vectors(terms_of_row, tile + row(i) * Shared::kTilePitch + t);
+#pragma unroll
+          for (int term = 0; term < 4; ++term) m[term][i] = terms_of_row[term];
+        }
       }
 #pragma unroll
       for (int term = 0; term < 4; ++term) {
 #pragma unroll
-        for (int i = 0; i < kMapPatch; ++i) {
+        for (int i = 0; i < kRowCount; ++i) {
 #pragma unroll
-          for (int j = 0; j < kMapPatch; ++j) sum[i][j] += (kTransposed ? m[term][i] : m[i][term]) * x[term][j];
+          for (int j = 0; j < kColumnCount; ++j) sum[i][j] += m[term][i] * x[term][j];
         }
       }
     }
@@ -162,8 +187,12 @@ struct StateMap {
       before(s, n);
       sync_block();  // all have left the state before
 #pragma unroll
-      for (int i = 0; i < kMapPatch; ++i) {
-        *reinterpret_cast<float4*>(&shared.state[row(i)][column(0)]) = make_float4(s[i][0], s[i][1], s[i][2], s[i][3]);
+      for (int i = 0; i < kRowCount; ++i) {
+#pragma unroll
+        for (int j = 0; j < kColumnCount; j += 4) {
+          *reinterpret_cast<float4*>(&shared.state[row(i)][column(j)]) =
+              make_float4(s[i][j], s[i][j + 1], s[i][j + 2], s[i][j + 3]);
+        }
       }
       Patch x;
       add(x, n);
@@ -178,9 +207,9 @@ struct StateMap {
         if (++slot == kTiles) slot = 0;
       }
 #pragma unroll
-      for (int i = 0; i < kMapPatch; ++i) {
+      for (int i = 0; i < kRowCount; ++i) {
 #pragma unroll
-        for (int j = 0; j < kMapPatch; ++j) s[i][j] = sum[i][j] + x[i][j];
+        for (int j = 0; j < kColumnCount; ++j) s[i][j] = sum[i][j] + x[i][j];
       }
     }
   }

@@ -22,7 +22,7 @@ struct MergeArgs {
 };
 
 template <int kKeyDim, bool kAdjoint>
-__global__ void __launch_bounds__(kMapThreads<kKeyDim>, 1) merge_kernel(const MergeArgs args) {
+__global__ void __launch_bounds__(kMapThreads, 1) merge_kernel(const MergeArgs args) {
   using Columns = StateMap<kKeyDim, kAdjoint>;
   const int64_t unit = blockIdx.x / args.value_blocks;
   const int block_value = static_cast<int>(blockIdx.x - unit * args.value_blocks) * kMapColumns;
@@ -64,7 +64,7 @@ struct ChainArgs {
 };
 
 template <int kKeyDim>
-__global__ void __launch_bounds__(kMapThreads<kKeyDim>, 1) chain_kernel(const __grid_constant__ ChainArgs args) {
+__global__ void __launch_bounds__(kMapThreads, 1) chain_kernel(const __grid_constant__ ChainArgs args) {
   using Columns = StateMap<kKeyDim, false>;
   const int64_t head = blockIdx.x / args.value_blocks;
   const int block_value = static_cast<int>(blockIdx.x - head * args.value_blocks) * kMapColumns;

@@ -12,7 +12,7 @@ void launch_merge_for(MergeArgs args, device::Stream stream) {
   device::launch<merge_kernel<kKeyDim, kAdjoint>>(
       kAdjoint ? "adjoint_merge" : "state_merge",
       {.blocks = args.sequences.num_sequences * args.value_heads * args.value_blocks,
-       .threads = kMapThreads<kKeyDim>,
+       .threads = kMapThreads,
        .shared_bytes = sizeof(StateMapShared<kKeyDim, kAdjoint>),
        .stream = stream},
       args);
@@ -29,7 +29,7 @@ void launch_chain_in(ChainArgs args, device::Stream stream) {
   args.value_blocks = (args.value_dim + kMapColumns - 1) / kMapColumns;
   device::launch<chain_kernel<kKeyDim>>("cp_merge",
                                         {.blocks = args.value_heads * args.value_blocks,
-                                         .threads = kMapThreads<kKeyDim>,
+                                         .threads = kMapThreads,
                                          .shared_bytes = sizeof(StateMapShared<kKeyDim, false>),
                                          .stream = stream},
                                         args);
