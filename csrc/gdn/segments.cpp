@@ -37,7 +37,8 @@ double scan_time(const ScanWork& work, const Segments& segments) {
   if (count <= 1) return grid_time(work, work.sequences * work.blocks, static_cast<double>(work.longest));
   const double steps = static_cast<double>(segments.chunks);
   return grid_time(work, work.sequences * (count - 1) * work.summary_blocks, steps * work.summary_cost) +
-         static_cast<double>(count) * work.merge_cost + grid_time(work, work.sequences * count * work.blocks, steps);
+         static_cast<double>(count) * work.merge_cost + work.split_cost +
+         grid_time(work, work.sequences * count * work.blocks, steps);
 }
 
 Segments choose_segments(const ScanWork& work) {

@@ -24,6 +24,7 @@ struct ScanWork {
   int64_t summary_blocks = 0;   // the same for the summary of a segment: its state is V + K columns wide
   double summary_cost = 1.0;    // one chunk of the summary, in chunks of the pass
   double merge_cost = 2.0;      // one segment of the merge, in chunks of the pass
+  double split_cost = 8.0;      // of two more kernels, whose first loads nothing hides, in chunks of the pass
   int64_t multiprocessors = 0;  // of the GPU that is planned for
   int64_t residency = 1;        // blocks that share a multiprocessor
   double crowding = 1.5;        // a chunk on a multiprocessor with all its blocks, in chunks of a block alone there

@@ -105,6 +105,13 @@ TEST(ScanSchedule, FewerAreSplit) {
   EXPECT_TRUE(schedule_of(1, 512, 2, 128, 128).segments);
 }
 
+// What two more kernels cost is as much as few chunks gain.
+TEST(ScanSchedule, SequencesOfFewChunksStayWhole) {
+  EXPECT_FALSE(schedule_of(1, 32, 8, 128, 128).segments);
+  EXPECT_FALSE(schedule_of(1, 64, 16, 128, 128).segments);
+  EXPECT_TRUE(schedule_of(1, 128, 8, 128, 128).segments);
+}
+
 TEST(ScanSchedule, WideBlocksNeedRegisters) {
   EXPECT_TRUE(schedule_of(64, 64, 32, 256, 512).narrow);
   EXPECT_TRUE(schedule_of(64, 64, 32, 128, 128, 4).narrow);

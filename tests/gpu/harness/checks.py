@@ -105,7 +105,7 @@ def sanitizer_checks(run: Runner) -> None:
     """Every kernel once, as small as it gets."""
     flags = {"l2norm": True, "gate": True, "sigmoid": True, "v_first": True}
     run.operator("op bf16 packed", Shape(BF16, T=150, H=1, HV=2, K=64, V=64, offsets=[0, 1, 64, 64, 140], **flags))
-    run.operator("op bf16 segments", Shape(BF16, T=400, C=16, K=128, V=64), Options(gate_scale=0.05))
+    run.operator("op bf16 segments", Shape(BF16, T=640, C=16, K=128, V=64), Options(gate_scale=0.05))
     run.operator("op bf16 wide", Shape(BF16, T=66, H=70, HV=140, K=64, V=64))
     run.operator("op bf16 wide K128", Shape(BF16, T=66, H=70, HV=140, K=128, V=64))
     run.operator("op bf16 K256", Shape(BF16, T=70, K=256, V=40))
