@@ -364,6 +364,24 @@ TEST(HopperSchedule, FillsTheMachine) {
   EXPECT_NE(few.describe().find("segments"), std::string::npos);
 }
 
+TEST(HopperSchedule, LongestFirst) {
+  using gdn::sm90::choose_schedule;
+  // Where sequences differ and not all blocks run at once.
+  const std::vector<int64_t> mixed = {100, 4000, 64, 0, 9000, 700};
+  const gdn::sm90::Schedule ordered = choose_schedule(mixed, 64, 128);
+  EXPECT_EQ(ordered.segment_chunks, 0);
+  EXPECT_TRUE(ordered.longest_first);
+  EXPECT_NE(ordered.describe().find("longest sequences first"), std::string::npos);
+  EXPECT_FALSE(choose_schedule(std::vector<int64_t>(6, 4000), 64, 128).longest_first);
+  // The same number of chunks.
+  EXPECT_FALSE(choose_schedule({3970, 4000, 4032, 4032, 4032}, 64, 128).longest_first);
+  EXPECT_FALSE(choose_schedule({100, 700}, 16, 128).longest_first);
+  // Too many to compare each with each.
+  std::vector<int64_t> many(gdn::sm90::kMostOrdered + 1, 64);
+  many[0] = 100;
+  EXPECT_FALSE(choose_schedule(many, 64, 128).longest_first);
+}
+
 gdn::sm90::BackwardSizes backward_sizes(const std::vector<int64_t>& lengths, int64_t value_heads, int64_t dim,
                                         bool packed) {
   gdn::sm90::BackwardSizes sizes;

@@ -143,6 +143,17 @@ def long_errors(run: Runner) -> None:
         )
 
 
+def longest_first(run: Runner) -> None:
+    """More blocks than multiprocessors, of sequences that differ: the order in which they run is not theirs."""
+    name = "longest first"
+    if not run.wanted(name):
+        return
+    shape = Shape(BF16, T=700, H=4, HV=32, K=64, V=64, offsets=[0, 10, 200, 210, 500, 500, 650, 690])
+    described = "longest sequences first" in run.library.describe(shape)
+    run.report(f"{name}: plan", {"described": (0.0 if described else INFINITY, 0.0)})
+    run.operator(name, shape)
+
+
 def emulated(run: Runner) -> None:
     """The backward pass, small enough for the emulator."""
     run.operator("emulated 64x64", Shape(BF16, T=70, H=1, HV=2, K=64, V=64))
@@ -161,6 +172,7 @@ def emulated(run: Runner) -> None:
     run.operator("emulated fp16", Shape(FP16, B=2, T=300, H=2, HV=2, K=64, V=64))
     run.operator("emulated no tokens", Shape(BF16, T=0, K=128, V=128))
     no_sequences(run)
+    longest_first(run)
     small_workspace(run)
     run.operator("emulated strong gates", Shape(BF16, T=128, K=128, V=128), Options(gate_scale=100.0))
     alone(run, "emulated", Shape(BF16, T=700, H=1, HV=1, K=64, V=64, offsets=[0, 10, 690]), Options(gate_scale=1 / 64))
@@ -527,6 +539,7 @@ def main() -> int:
         guarded(run, "gate gradients", gate_gradients)
         guarded(run, "overflow", overflow)
         guarded(run, "no sequences", no_sequences)
+        guarded(run, "longest first", longest_first)
         guarded(run, "workspace", small_workspace)
         print(
             f"{run.count - len(run.failures)} of {run.count} checks passed in {time.time() - start:.0f} s", flush=True

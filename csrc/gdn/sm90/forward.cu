@@ -26,6 +26,7 @@ struct ForwardWorkspace {
   void* k_normalized = nullptr;
   void* A = nullptr;                // [B, T, HV, C] x
   ChunkFactors* factors = nullptr;  // [slots, HV]
+  int32_t* order = nullptr;         // [N], with the longest sequences first
   float* states = nullptr;          // [places, HV, V, K]; these three only with segments
   float* transitions = nullptr;     // [places, HV, K, K]
   int32_t* independent = nullptr;   // [places, HV]
@@ -44,6 +45,7 @@ struct ForwardWorkspace {
     const int64_t slots = problem.sequence_offsets ? problem.tokens / kRows + problem.num_sequences()
                                                    : problem.batch * ((problem.tokens + kRows - 1) / kRows);
     factors = cutter.take<ChunkFactors>(slots * problem.value_heads);
+    if (schedule.longest_first) order = cutter.take<int32_t>(problem.num_sequences());
     if (schedule.segment_chunks != 0) {
       Segmentation segments;
       segments.chunks = schedule.segment_chunks;
@@ -172,6 +174,7 @@ void run_forward(const Plan& plan, const ForwardTensors& t, Workspace workspace,
   prepare.gates = cuda::operator_gates(call, t.g, t.beta, t.A_log, t.dt_bias);
   if (halves.prepare) prepare.A_rows = tensor_arg(operands.A);
   prepare.factors = halves.advance ? space.factors : nullptr;
+  prepare.order = halves.advance ? space.order : nullptr;
 
   ForwardArgs args;
   if (call.token_rows > 0) {
@@ -190,6 +193,7 @@ void run_forward(const Plan& plan, const ForwardTensors& t, Workspace workspace,
   args.log2_scale = std::log2(std::fabs(prepare.scale));
   args.scale_sign = std::signbit(prepare.scale) ? 0x80008000u : 0u;
   args.factors = space.factors;
+  args.order = space.order;
   args.initial_state = cuda::state_arg(t.initial_state, "initial_state", problem.state_v_first);
   args.final_state = cuda::state_arg(t.final_state, "final_state", problem.state_v_first);
   args.initial_state_bytes = static_cast<int>(dtype_size(args.initial_state.dtype));

@@ -22,6 +22,8 @@ class Model {
       chunks_.push_back((length + kChunk - 1) / kChunk);
       longest_ = std::max(longest_, chunks_.back());
     }
+    const auto differs = [&](int64_t n) { return n != longest_; };
+    differ_ = chunks_.size() <= kMostOrdered && std::any_of(chunks_.begin(), chunks_.end(), differs);
   }
 
   int64_t longest() const { return longest_; }  // chunks
@@ -56,12 +58,13 @@ class Model {
           2 * slices <= kMultiprocessors ? 1.0 : kCosts.crowding * static_cast<double>(waves(slices)), segment);
       time += (1.0 - kCosts.remembering) * typical + kCosts.remembering * with_map + kCosts.merge_us;
     }
-    return {value_tiles, segment, blocks, time};
+    return {value_tiles, segment, blocks, segment == 0 && blocks > kMultiprocessors && differ_, time};
   }
 
  private:
   std::vector<int64_t> chunks_;  // of each sequence
   int64_t longest_ = 0;
+  bool differ_ = false;  // so that an order pays
   int64_t value_heads_;
   int64_t value_dim_;
 };
@@ -89,6 +92,7 @@ bool takes(const Problem& problem, std::string* reason) {
 std::string Schedule::describe() const {
   std::string text = concat("thread blocks: ", blocks, ", each ", 64 * value_tiles, " value columns of a head");
   if (segment_chunks != 0) text += concat(", sequences in segments of ", segment_chunks, " chunks");
+  if (longest_first) text += ", longest sequences first";
   return text;
 }
 

@@ -14,10 +14,14 @@ inline constexpr int kMultiprocessors = 132;  // of an H100 or H200 SXM; a tunin
 // Whether this backend has kernels for a problem; if not, why (for error messages and Plan::describe).
 bool takes(const Problem& problem, std::string* reason = nullptr);
 
+// Sequences that are put in order, at most: prepare's first block compares each with each.
+inline constexpr size_t kMostOrdered = 512;
+
 struct Schedule {
   int value_tiles = 1;         // 64-wide blocks of value columns a thread block advances
   int64_t segment_chunks = 0;  // 0: sequences run whole
   int64_t blocks = 0;          // of the forward kernel
+  bool longest_first = false;  // sequences run in the order of their chunks, which prepare finds on the device
   double microseconds = 0;     // what the model below expects, without prepare
 
   std::string describe() const;

@@ -136,6 +136,7 @@ struct ForwardArgs {
   TensorArg final_state;
   int final_state_bytes;
   TensorArg o;
+  const int32_t* order;  // [place]: which sequence a place runs, by prepare; null: as they come
   // With segments, fp32, [place, HV]: the state behind each segment but the last of its sequence, [V, K]. Where
   // independent[place, HV] is not 0, the summary writes it; elsewhere the summary writes what the segment adds to it
   // (S_ext) and its transition M, transposed, [K, K], and the merge completes the state.

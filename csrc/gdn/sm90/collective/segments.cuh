@@ -87,6 +87,24 @@ __device__ __forceinline__ bool find_segment(const Segmentation& table, int64_t 
   return true;
 }
 
+// Sequences, those of more chunks first, of equal ones the first first: so that no long one starts when all others have
+// ended. By one block, each thread ranking some; their number squared must be small (schedule.h).
+__device__ __forceinline__ void order_sequences(int32_t* order, const SequenceTable& sequences) {
+  const auto chunks_of = [&](int n) { return (find_sequence(sequences, n).length + kRows - 1) / kRows; };
+  const int count = static_cast<int>(sequences.num_sequences);
+#pragma unroll 1
+  for (int n = static_cast<int>(threadIdx.x); n < count; n += static_cast<int>(blockDim.x)) {
+    const int64_t chunks = chunks_of(n);
+    int rank = 0;
+#pragma unroll 1
+    for (int other = 0; other < count; ++other) {
+      const int64_t others = chunks_of(other);
+      if (others > chunks || (others == chunks && other < n)) ++rank;
+    }
+    order[rank] = n;
+  }
+}
+
 // A state whose share in a later one is below 2^kForgotten of its norm counts for nothing there: unless its norm
 // exceeds 4, fp32 has no normal number for that.
 inline constexpr float kForgotten = -128.0f;

@@ -95,9 +95,13 @@ __global__ void __launch_bounds__(kForwardThreads<kValueTiles>, 1)
   const int parts = args.value_dim / (64 * kValueTiles);
   const int unit_index = static_cast<int>(blockIdx.x) / parts;
   const int value = (static_cast<int>(blockIdx.x) - unit_index * parts) * 64 * kValueTiles;
-  const int place = unit_index / static_cast<int>(args.value_heads);
+  int place = unit_index / static_cast<int>(args.value_heads);
   const int head = unit_index - place * static_cast<int>(args.value_heads);
   launch_dependents();
+  if (args.order != nullptr) {
+    wait_for_previous();
+    place = args.order[place];
+  }
   Segment segment;
   if (!find_segment(args.segments, place, segment)) {
     wait_for_previous();

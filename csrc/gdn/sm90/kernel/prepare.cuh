@@ -10,6 +10,7 @@
 #include "common/device/tma.cuh"
 #include "common/device/wgmma.cuh"
 #include "gdn/sm90/collective/inverse.cuh"
+#include "gdn/sm90/collective/segments.cuh"
 #include "gdn/sm90/collective/tile.cuh"
 #include "gdn/sm90/schedule.h"
 
@@ -30,6 +31,7 @@ struct PrepareArgs {
   GateArgs gates;
   TensorArg A_rows;       // [B, T, HV, C]; absent: A is not wanted
   ChunkFactors* factors;  // [slot, HV]; null: not wanted
+  int32_t* order;         // [N]: for ForwardArgs::order; null: not wanted
 };
 
 // A row's g and beta as they lie in memory.
@@ -137,6 +139,7 @@ __global__ void __launch_bounds__(kPrepareThreads, prepare_occupancy(kKeyHeads))
   using Shared = PrepareShared<kKeyDim, kKeyHeads>;
   Shared& shared = *reinterpret_cast<Shared*>(swizzled_shared_memory());
   launch_dependents();
+  if (blockIdx.x == 0 && args.order != nullptr) order_sequences(args.order, args.sequences);
   const int64_t slot = blockIdx.x / static_cast<unsigned>(args.head_blocks);
   const int first_head = static_cast<int>((blockIdx.x - slot * args.head_blocks) * kPrepareHeads);
   Chunk chunk;
