@@ -10,7 +10,7 @@
 
 namespace cula::device {
 
-// A 16-bit tensor [batch, token, head, column], seen in boxes of 64 tokens x 64 columns of one head.
+// A 16-bit tensor [batch, token, head, column], seen in boxes of 64 (or 32) tokens x 64 columns of one head.
 struct TokenTensor {
   const void* data;
   DType dtype;
@@ -34,7 +34,7 @@ inline bool fits_tensor_map(const TokenTensor& x) {
   return fits && x.shape[3] % kBoxColumns == 0;
 }
 
-inline CUtensorMap make_tensor_map(const TokenTensor& x, const char* name) {
+inline CUtensorMap make_tensor_map(const TokenTensor& x, const char* name, int rows = kBoxRows) {
   using Encode = decltype(&cuTensorMapEncodeTiled);
   static const Encode encode = [] {
     void* function = nullptr;
@@ -49,13 +49,16 @@ inline CUtensorMap make_tensor_map(const TokenTensor& x, const char* name) {
   for (int i = 0; i < 4; ++i) shape[i] = static_cast<cuuint64_t>(x.shape[3 - i]);
   // The stride of a dimension of one element is never used, but it is checked.
   for (int i = 0; i < 3; ++i) stride[i] = x.shape[2 - i] > 1 ? static_cast<cuuint64_t>(2 * x.stride[2 - i]) : 16;
-  const cuuint32_t box[4] = {kBoxColumns, 1, kBoxRows, 1};
+  const cuuint32_t box[4] = {kBoxColumns, 1, static_cast<cuuint32_t>(rows), 1};
   const cuuint32_t step[4] = {1, 1, 1, 1};
+  // What lies behind rows that end before a box does is not fetched along with them.
+  const CUtensorMapL2promotion promotion =
+      x.shape[3] < kBoxColumns ? CU_TENSOR_MAP_L2_PROMOTION_NONE : CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
   CUtensorMap map;
   const CUresult status =
       encode(&map, x.dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4,
              const_cast<void*>(x.data), shape, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+             CU_TENSOR_MAP_SWIZZLE_128B, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
     throw_runtime_error(name, ": cuTensorMapEncodeTiled failed with CUDA driver error ", static_cast<int>(status));
   }

@@ -173,6 +173,7 @@ void run_forward(const Plan& plan, const ForwardTensors& t, Workspace workspace,
   prepare.scale = static_cast<float>(plan.scale());
   prepare.gates = cuda::operator_gates(call, t.g, t.beta, t.A_log, t.dt_bias);
   if (halves.prepare) prepare.A_rows = tensor_arg(operands.A);
+  prepare.whole = t.saved != nullptr;
   prepare.factors = halves.advance ? space.factors : nullptr;
   prepare.order = halves.advance ? space.order : nullptr;
 
@@ -181,7 +182,10 @@ void run_forward(const Plan& plan, const ForwardTensors& t, Workspace workspace,
     args.maps.q = device::make_tensor_map(operands.q, "q");
     args.maps.k = device::make_tensor_map(operands.k, "k");
     args.maps.v = device::make_tensor_map(operands.v, "v");
-    args.maps.A = device::make_tensor_map(operands.A, "A");
+    TokenTensor upper = operands.A;
+    upper.shape[3] = kRows / 2;
+    args.maps.A_upper = device::make_tensor_map(upper, "A", kRows / 2);
+    args.maps.A_lower = device::make_tensor_map(operands.A, "A", kRows / 2);
     args.maps.o = device::make_tensor_map(operands.o, "o");
     prepare.k = args.maps.k;
   }

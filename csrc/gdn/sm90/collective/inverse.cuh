@@ -423,14 +423,15 @@ __device__ __forceinline__ void invert_triangle(const Products& products, const 
 }
 
 // Rows of A to global memory, 16 by 16 in their order, zeros above the diagonal too. For lengths below 64, those of the
-// chunk alone.
+// chunk alone. Not `whole`: without the zeros right of the 32nd column in the first 32 rows.
 template <class T>
 class TriangleStore {
  public:
-  __device__ __forceinline__ TriangleStore(T* out, int64_t stride, int length, InverseScratch& scratch)
+  __device__ __forceinline__ TriangleStore(T* out, int64_t stride, int length, bool whole, InverseScratch& scratch)
       : next_(out + (lane_id() >> 3) * stride + 8 * (lane_id() & 7)),
         step_(4 * stride),
         rows_left_(length - (lane_id() >> 3)),
+        first_row_(whole || (lane_id() & 7) < 4 ? 0 : kRows / 2),
         buffer_(reinterpret_cast<unsigned char*>(&scratch.diagonal)) {
     static_assert(sizeof(scratch.diagonal) >= 16 * 128);
   }
@@ -450,7 +451,7 @@ class TriangleStore {
     for (int k = 0; k < 4; ++k) {
       uint4 x = make_uint4(0, 0, 0, 0);
       if (piece < 2 * (index + 1)) x = *reinterpret_cast<const uint4*>(buffer_ + swizzled(4 * k + (lane >> 3), piece));
-      if (rows_left_ > 16 * index + 4 * k) *reinterpret_cast<uint4*>(next_) = x;
+      if (16 * index >= first_row_ && rows_left_ > 16 * index + 4 * k) *reinterpret_cast<uint4*>(next_) = x;
       next_ += step_;
     }
     sync_warp();
@@ -460,6 +461,7 @@ class TriangleStore {
   T* next_;
   int64_t step_;
   int rows_left_;
+  int first_row_;  // that this lane stores
   unsigned char* buffer_;
 };
 

@@ -118,7 +118,10 @@ struct ForwardMaps {
   CUtensorMap q;
   CUtensorMap k;
   CUtensorMap v;
-  CUtensorMap A;
+  // A in boxes of 32 rows. The first 32 rows of a chunk end with the 32nd column here: the copy engine makes the zeros
+  // behind, and nobody reads them, nor need write them.
+  CUtensorMap A_upper;
+  CUtensorMap A_lower;
   CUtensorMap o;
 };
 

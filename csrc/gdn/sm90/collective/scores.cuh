@@ -45,7 +45,9 @@ struct Loader {
       }
     }
     at.column = 0;
-    tma_load(tiles + Shared::kA, args.maps.A, at, barrier);
+    tma_load(tiles + Shared::kA, args.maps.A_upper, at, barrier);
+    at.token += kRows / 2;
+    tma_load(tiles + Shared::kA + kTileBytes / 2, args.maps.A_lower, at, barrier);
     bulk_load(shared.factor(stage),
               args.factors + static_cast<int64_t>(unit.slot + chunk) * args.value_heads + unit.head,
               sizeof(ChunkFactors), barrier);

@@ -29,7 +29,8 @@ struct PrepareArgs {
   int64_t head_blocks;  // ceil(value_heads / kPrepareHeads)
   float scale;
   GateArgs gates;
-  TensorArg A_rows;       // [B, T, HV, C]; absent: A is not wanted
+  TensorArg A_rows;  // [B, T, HV, C]; absent: A is not wanted
+  bool whole;        // with the zeros right of the 32nd column in the first 32 rows, which the forward does not read
   ChunkFactors* factors;  // [slot, HV]; null: not wanted
   int32_t* order;         // [N]: for ForwardArgs::order; null: not wanted
 };
@@ -207,7 +208,8 @@ __global__ void __launch_bounds__(kPrepareThreads, prepare_occupancy(kKeyHeads))
   if (args.A_rows) {
     T* out = static_cast<T*>(args.A_rows.data) + args.A_rows.offset(chunk.batch, chunk.token, head);
     InverseScratch& scratch = shared.scratch(warp);
-    invert_triangle<T>(products, factors, scratch, TriangleStore<T>(out, args.A_rows.stride[1], chunk.length, scratch));
+    invert_triangle<T>(products, factors, scratch,
+                       TriangleStore<T>(out, args.A_rows.stride[1], chunk.length, args.whole, scratch));
   }
   if (args.factors != nullptr) {
     const float squares[2] = {products.square(2 * lane), products.square(2 * lane + 1)};

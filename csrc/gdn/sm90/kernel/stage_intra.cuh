@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kIntraThreads, kKeyHeads == 1 ? 4 : (kKeyHeads
   T* out = static_cast<T*>(args.A_rows.data) + args.A_rows.offset(chunk.batch, chunk.token, head);
   InverseScratch& scratch = shared.scratch[warp];
   invert_triangle<T>(shared.key_heads[kKeyHeads == 1 ? 0 : head / group - first_key].products, factors, scratch,
-                     TriangleStore<T>(out, args.A_rows.stride[1], chunk.length, scratch));
+                     TriangleStore<T>(out, args.A_rows.stride[1], chunk.length, true, scratch));
 }
 
 struct RecomputeStageArgs {

@@ -1,4 +1,4 @@
-// Tensor maps of the emulator: the description itself.
+// Tensor maps of the emulator: the description itself, and the rows of a box.
 #pragma once
 
 #include <cuda.h>
@@ -9,10 +9,16 @@
 
 namespace cula::device {
 
-inline CUtensorMap make_tensor_map(const TokenTensor& x, const char*) {
-  static_assert(sizeof(TokenTensor) <= sizeof(CUtensorMap));
+struct EmulatedMap {
+  TokenTensor tensor;
+  int rows;
+};
+
+inline CUtensorMap make_tensor_map(const TokenTensor& x, const char*, int rows = kBoxRows) {
+  static_assert(sizeof(EmulatedMap) <= sizeof(CUtensorMap));
+  const EmulatedMap emulated = {x, rows};
   CUtensorMap map = {};
-  std::memcpy(&map, &x, sizeof(x));
+  std::memcpy(&map, &emulated, sizeof(emulated));
   return map;
 }
 

@@ -13,13 +13,14 @@ struct BoxOrigin {
   int batch;
 };
 
-// f(element in the tensor or null, element in the tile)
+// f(element in the tensor or null, element in the tile); gives the bytes of the box.
 template <class F>
-inline void for_each_in_box(uint32_t tile, const CUtensorMap& map, const BoxOrigin& at, F&& f) {
+inline int for_each_in_box(uint32_t tile, const CUtensorMap& map, const BoxOrigin& at, F&& f) {
   if (tile % 1024 != 0) emulator::fault("misaligned tile", "tma");
-  TokenTensor x;
-  std::memcpy(&x, &map, sizeof(x));
-  for (int row = 0; row < kBoxRows; ++row) {
+  EmulatedMap emulated;
+  std::memcpy(&emulated, &map, sizeof(emulated));
+  const TokenTensor& x = emulated.tensor;
+  for (int row = 0; row < emulated.rows; ++row) {
     for (int column = 0; column < kBoxColumns; ++column) {
       const int64_t index[4] = {at.batch, at.token + row, at.head, at.column + column};
       bool inside = true;
@@ -33,10 +34,12 @@ inline void for_each_in_box(uint32_t tile, const CUtensorMap& map, const BoxOrig
         reinterpret_cast<uint16_t*>(shared_pointer(shared)));
     }
   }
+  return emulated.rows * kBoxColumns * 2;
 }
 inline void tma_load(uint32_t target, const CUtensorMap& map, const BoxOrigin& at, uint32_t barrier) {
-  for_each_in_box(target, map, at, [](const uint16_t* global, uint16_t* shared) { *shared = global ? *global : 0; });
-  emulated_complete(barrier, kBoxRows * kBoxColumns * 2);
+  emulated_complete(barrier, for_each_in_box(target, map, at, [](const uint16_t* global, uint16_t* shared) {
+                      *shared = global ? *global : 0;
+                    }));
 }
 inline void tma_prefetch(const CUtensorMap&, const BoxOrigin&) {}
 inline void prefetch_line(const void*) {}
