@@ -68,7 +68,7 @@ def in_float64(t: Tensors, lengths: list[int]) -> Tensors:
     outputs, begin = [], 0
     for length in lengths:
         rows = slice(begin, begin + length)
-        zero = torch.zeros(HV, K, V, dtype=torch.float64, device="cuda")
+        zero = torch.zeros(HV, K, V, dtype=torch.float64, device=t["v"].device)
         tokens = [x[rows] for x in (wide["q"], wide["k"], exact["v"], exact["g"], exact["beta"])]
         outputs.append(chunked(*tokens, zero, K**-0.5)[0])
         begin += length
