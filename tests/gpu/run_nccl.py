@@ -11,8 +11,8 @@ how much of the gathers runs under other kernels, and the time of forward and ba
 Prints one line a check; ends with a status other than 0 if any failed.
 
 On the CPU the ranks are processes through gloo. Needs the installed package (or CULA_GDN_LIBRARY). On Hopper FLA
-refuses its own gradient of q, k, w and g with some versions of Triton, so the stages of its operator, other than context
-parallelism's, are ours unless --fla-stages is given.
+refuses its own gradient of q, k, w and g with some versions of Triton, so the stages of its operator, other than
+context parallelism's, are ours unless --fla-stages is given.
 """
 
 from __future__ import annotations
