@@ -31,6 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from harness import page
 from run_cp import in_float64
 from torch import Tensor
 
@@ -270,9 +271,27 @@ def serve(rank: int, arguments: argparse.Namespace, folder: str) -> None:
     start = time.time()
     rows = ROWS.get(count, (Row("single_sequence", (5120 * count,)), Row("zigzag", (5120 * count,), layout="zigzag")))
     rows = tuple(dataclasses.replace(row, lengths=shortened(row, arguments.tokens, count)) for row in rows)
+
+    def write() -> None:
+        """What is known so far, since a later part may not end: FLA's kernels are compiled in the last one."""
+        ranks.say(f"[{time.time() - start:.0f} s]")
+        if rank != 0 or arguments.json is None:
+            return
+        stamp = {
+            "gpu": torch.cuda.get_device_name(0) if arguments.device == "cuda" else "none", "ranks": count,
+            "driver": page.driver_version(), "torch": torch.__version__, "commit": arguments.commit,
+        }  # fmt: skip
+        arguments.json.write_text(json.dumps(stamp | {"records": ranks.records}, indent=1) + "\n")
+
     for row in rows:
         ranks.check(row)
-    ranks.say(f"[{time.time() - start:.0f} s]")
+    write()
+    if arguments.device == "cuda" and not arguments.no_timing:
+        for row in (rows[0], rows[-1]):
+            ranks.overlap(row)
+        for tokens in (16384, 65536, 262144):
+            ranks.times(tokens * count // 2, (16, 32))
+        write()
     if importlib.util.find_spec("fla") is None or arguments.device == "cpu":
         ranks.say("skipped: groups of both libraries, which need a GPU and flash-linear-attention")
     elif count > 1:
@@ -280,20 +299,7 @@ def serve(rank: int, arguments: argparse.Namespace, folder: str) -> None:
         for row in (rows[-1], rows[0]):
             for who in ((0,), (1,)):
                 ranks.check(row, who, fla)
-            ranks.say(f"[{time.time() - start:.0f} s]")
-    if arguments.device == "cuda" and not arguments.no_timing:
-        for row in (rows[0], rows[-1]):
-            ranks.overlap(row)
-        for tokens in (16384, 65536, 262144):
-            ranks.times(tokens * count // 2, (16, 32))
-    if rank == 0 and arguments.json is not None:
-        from harness import page
-
-        stamp = {
-            "gpu": torch.cuda.get_device_name(0) if arguments.device == "cuda" else "none", "ranks": count,
-            "driver": page.driver_version(), "torch": torch.__version__, "commit": arguments.commit,
-        }  # fmt: skip
-        arguments.json.write_text(json.dumps(stamp | {"records": ranks.records}, indent=1) + "\n")
+            write()
     ranks.say(f"{ranks.failures} failed")
     dist.barrier()
     dist.destroy_process_group()
