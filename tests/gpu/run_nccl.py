@@ -240,11 +240,12 @@ class Fla:
     """FLA's operator, with stages of ours where `stages` says so."""
 
     def __init__(self, own_stages: bool) -> None:
-        from fla.ops.cp import build_cp_context
-        from fla.ops.gated_delta_rule import chunk, chunk_gated_delta_rule
         from fla_exchange import STAGES, one_configuration, replaced
 
-        one_configuration()
+        one_configuration()  # before FLA's kernels are made
+        from fla.ops.cp import build_cp_context
+        from fla.ops.gated_delta_rule import chunk, chunk_gated_delta_rule
+
         self.build_cp_context = build_cp_context
         kept = [] if own_stages else list(STAGES)
         ours = {name: STAGES[name][0] for name in kept or ("chunk_bwd_dqkwg",) if hasattr(chunk, name)}

@@ -11,8 +11,8 @@
 
 namespace cula::gdn::cuda {
 
-inline constexpr int kMapThreads = 128;
-inline constexpr int kMapPatchColumns = 8;  // of the state, a warp
+inline constexpr int kMapThreads = 256;
+inline constexpr int kMapPatchColumns = 4;  // of the state, a warp
 inline constexpr int kMapColumns = kMapThreads / 32 * kMapPatchColumns;
 // Terms of the sum that a tile holds, and tiles of the ring: what a block may have on any GPU, 99 KB.
 template <int kKeyDim>
@@ -51,19 +51,39 @@ struct StateMap {
     return kTransposed ? kRowCount * lane_id() + i : lane_id() + 32 * i;
   }
   __device__ __forceinline__ int column(int j) const { return static_cast<int>(threadIdx.x) / 32 * kColumnCount + j; }
-  __device__ __forceinline__ int64_t offset(const TensorArg& x, int64_t n, int64_t head, int i, int j) const {
-    return n * x.stride[0] + head * x.stride[1] + row(i) * x.stride[2] + (block_value + column(j)) * x.stride[3];
+  // Whether a tensor of matrices can be read in vectors of four of the last dimension.
+  __device__ __forceinline__ static bool has_vectors(const TensorArg& x) {
+    return x.dtype == DType::kFloat32 && x.stride[3] == 1 && ((x.stride[0] | x.stride[1] | x.stride[2]) & 3) == 0 &&
+           (reinterpret_cast<uintptr_t>(x.data) & 15) == 0;
   }
-  // visit(i, j), for the elements of this thread's patch that exist.
-  template <class Visit>
-  __device__ __forceinline__ void visit_patch(const Visit& visit) const {
+  // A type for all elements of a patch at once: code for each would not stay in the instruction cache.
+  // visit(elements, i, j) for those that exist; visit_row(elements, i) for whole rows of fp32 in one piece.
+  template <class VisitRow, class Visit>
+  __device__ __forceinline__ void visit_patch(const TensorArg& x, int64_t n, int64_t head, const VisitRow& visit_row,
+                                              const Visit& visit) const {
+    static_assert(kColumnCount == 4);
+    const int first_column = block_value + column(0);
+    const int64_t at = n * x.stride[0] + head * x.stride[1] + first_column * x.stride[3];
+    if (has_vectors(x) && first_column + kColumnCount <= value_dim) {
 #pragma unroll
-    for (int i = 0; i < kRowCount; ++i) {
-#pragma unroll
-      for (int j = 0; j < kColumnCount; ++j) {
-        if (row(i) < key_dim && block_value + column(j) < value_dim) visit(i, j);
+      for (int i = 0; i < kRowCount; ++i) {
+        if (row(i) < key_dim) {
+          visit_row(reinterpret_cast<float4*>(static_cast<float*>(x.data) + at + row(i) * x.stride[2]), i);
+        }
       }
+      return;
     }
+    with_elements(x.data, x.dtype, [&](auto* data) {
+#pragma unroll
+      for (int i = 0; i < kRowCount; ++i) {
+#pragma unroll
+        for (int j = 0; j < kColumnCount; ++j) {
+          if (row(i) < key_dim && first_column + j < value_dim) {
+            visit(data + at + row(i) * x.stride[2] + j * x.stride[3], i, j);
+          }
+        }
+      }
+    });
   }
   __device__ __forceinline__ static void clear(Patch& x) {
 #pragma unroll
@@ -74,10 +94,14 @@ struct StateMap {
   }
   __device__ __forceinline__ void load(Patch& x, const TensorArg& from, int64_t n, int64_t head) const {
     clear(x);
-    visit_patch([&](int i, int j) { x[i][j] = from.load(offset(from, n, head, i, j)); });
+    visit_patch(
+        from, n, head, [&](const float4* row_of, int i) { load_vectors(x[i], reinterpret_cast<const float*>(row_of)); },
+        [&](auto* element, int i, int j) { x[i][j] = to_float(*element); });
   }
   __device__ __forceinline__ void store(const Patch& x, const TensorArg& to, int64_t n, int64_t head) const {
-    visit_patch([&](int i, int j) { to.store(offset(to, n, head, i, j), x[i][j]); });
+    visit_patch(
+        to, n, head, [&](float4* row_of, int i) { *row_of = make_float4(x[i][0], x[i][1], x[i][2], x[i][3]); },
+        [&](auto* element, int i, int j) { assign(*element, x[i][j]); });
   }
 
   // Starts to bring the terms from `first` on of the M at element `at`. Zeros where there are none.
@@ -100,13 +124,6 @@ struct StateMap {
       for (int i = 0; i < 4; ++i) target[i] = exists(i) ? map.load(source + i * map.stride[3]) : 0.0f;
     }
   }
-  // Whether M can be copied as it lies.
-  __device__ __forceinline__ bool has_vectors(const TensorArg& map) const {
-    return map.dtype == DType::kFloat32 && map.stride[3] == 1 && key_dim % 4 == 0 &&
-           ((map.stride[0] | map.stride[1] | map.stride[2]) & 3) == 0 &&
-           (reinterpret_cast<uintptr_t>(map.data) & 15) == 0;
-  }
-
   // Two or more elements, aligned to 16 bytes or all of them.
   template <int kCount>
   __device__ __forceinline__ static void load_vectors(float (&x)[kCount], const float* from) {
@@ -129,7 +146,7 @@ struct StateMap {
   // sum += the share of a tile's terms, the first of them being `first`.
   __device__ __forceinline__ void multiply(Patch& sum, const float* tile, int first) const {
     const int terms = key_dim - first < kStep ? key_dim - first : kStep;
-#pragma unroll 2
+#pragma unroll 4
     for (int t = 0; t < terms; t += 4) {
       float m[4][kRowCount];  // terms by rows
       float x[4][kColumnCount];
@@ -163,7 +180,7 @@ struct StateMap {
   template <class MapAt, class Add, class Before>
   __device__ __forceinline__ void run(Patch& s, int64_t count, const TensorArg& map, const MapAt& map_at,
                                       const Add& add, const Before& before) const {
-    const bool vectors = has_vectors(map);
+    const bool vectors = has_vectors(map) && key_dim % 4 == 0;
     const int tiles = (key_dim + kStep - 1) / kStep;  // of an M
     int64_t ahead = 0;                                // the step that is brought next, and its terms
     int ahead_first = 0;
