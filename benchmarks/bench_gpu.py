@@ -387,24 +387,26 @@ def main() -> int:
         if options.page:
             options.page.write_text(page(found))
 
-    rows = [row for table in options.rows for row in rows_of(table)]
-    for key_dim, value_dim in dict.fromkeys((row.key_dim, row.value_dim) for row in rows):
-        errors = measure_errors(key_dim, value_dim, mine, peers, options.error_tokens)
-        found["errors"][f"{key_dim}/{value_dim}"] = errors
-    found["short_calls_us"] = measure_short_calls(mine, peers)
-    for row in rows:
+    # Rows first: they are what a limit should leave.
+    for row in (row for table in options.rows for row in rows_of(table)):
         if time.monotonic() - started > options.limit:
             notes.append(f"not reached within the limit: {row.named()}")
             continue
         result = measure_row(row, mine, peers, notes)
-        errors = found["errors"][result["dims"]]["ours"]
-        result["error"] = {
-            n: e
-            for n, e in errors.items()
-            if row.direction in TRAINING or (n in ("o", "final_state")) == (row.direction == "forward")
-        }
         found["rows"].append(result)
         print(json.dumps(result), flush=True)
+        write()
+    found["short_calls_us"] = measure_short_calls(mine, peers)
+    write()
+    for dims in dict.fromkeys(row["dims"] for row in found["rows"]):
+        key_dim, value_dim = map(int, dims.split("/"))
+        errors = measure_errors(key_dim, value_dim, mine, peers, options.error_tokens)
+        found["errors"][dims] = errors
+        for row in found["rows"]:
+            if row["dims"] != dims:
+                continue
+            both, forward = row["direction"] in TRAINING, row["direction"] == "forward"
+            row["error"] = {n: e for n, e in errors["ours"].items() if both or (n in ("o", "final_state")) == forward}
         write()
     write()
     print(page(found))
