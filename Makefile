@@ -95,8 +95,8 @@ test-gpu: $(gpu_library)
 	  --no-timing
 
 # Those that run by backend.
-gpu_tests = $(addprefix tests/python/test_,cases.py stages.py operator.py autograd.py recurrent.py pools.py \
-  fla_tables.py compile.py gpu.py)
+gpu_tests = $(wildcard tests/python/test_cases_*.py) $(addprefix tests/python/test_,stages.py operator.py autograd.py \
+  recurrent.py pools.py fla_tables.py compile.py gpu.py)
 
 # Kernels of every kind on small shapes: the tools run them up to hundreds of times slower, so only the library's own
 # kernels are looked at, but for initcheck, which must see who wrote memory. Every tensor is an allocation of its own,
