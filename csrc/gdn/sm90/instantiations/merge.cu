@@ -8,8 +8,9 @@ template <int kKeyDim>
 void launch_merge_for(const ForwardArgs& args, device::Stream stream) {
   device::launch_dependent<merge_kernel<kKeyDim>>(
       "merge",
-      {.blocks = args.segments.sequences.num_sequences * args.value_heads * (args.value_dim / kMergeColumns),
-       .threads = kKeyDim,
+      {.blocks = args.segments.sequences.num_sequences * args.value_heads * (args.value_dim / cuda::kMapColumns),
+       .threads = cuda::kMapThreads,
+       .shared_bytes = SegmentChain<kKeyDim, true>::kSharedBytes,
        .stream = stream},
       args);
 }

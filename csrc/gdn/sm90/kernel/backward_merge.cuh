@@ -4,49 +4,68 @@
 #pragma once
 
 #include "common/device/dependent_launch.cuh"
+#include "gdn/sm90/collective/chain.cuh"
 #include "gdn/sm90/collective/scan_pipeline.cuh"
-#include "gdn/sm90/collective/transition.cuh"
 
 namespace cula::gdn::sm90 {
 
-// One thread a key; blocks: directions, sequences, value heads, groups of value columns, these fastest.
+struct MergeUnit {
+  int64_t first;  // place of the sequence's first segment
+  int64_t last;
+  int head;
+  int value;
+};
+
+// The outer segments know theirs: the sequence's end is within reach.
+template <int kKeyDim, bool kForward>
+__device__ __forceinline__ void merge_segments(const ScanArgs& args, const MergeUnit& unit) {
+  using Chain = SegmentChain<kKeyDim, kForward>;
+  const int64_t heads = args.value_heads;
+  const Chain chain = {Chain::columns_of(dynamic_shared_memory(), args.value_dim(), unit.value),
+                       Chain::states_of(kForward ? args.states : args.state_gradients, heads, args.value_dim()),
+                       Chain::maps_of(args.transitions, heads), unit.head};
+  const int32_t* known = kForward ? args.state_known : args.gradient_known;
+  const int64_t inner = unit.last - unit.first - 1;
+  const int64_t step = kForward ? 1 : -1;
+  const int64_t outer = kForward ? unit.first : unit.last;
+  const auto is_known = [&](int64_t n) { return known[(outer + n * step) * heads + unit.head] != 0; };
+  typename Chain::Patch s;
+  for (int64_t n = 1; n <= inner;) {
+    if (is_known(n)) {
+      ++n;
+      continue;
+    }
+    int64_t end = n + 1;
+    while (end <= inner && !is_known(end)) ++end;
+    chain.columns.load(s, chain.states, outer + (n - 1) * step, unit.head);
+    chain.run(s, end - n, outer + n * step, step);
+    n = end;
+  }
+}
+
+// Blocks: directions, sequences, value heads, groups of value columns, these fastest.
 template <int kKeyDim>
-__global__ void __launch_bounds__(kKeyDim) backward_merge_kernel(const __grid_constant__ ScanArgs args) {
+__global__ void __launch_bounds__(cuda::kMapThreads, 1) backward_merge_kernel(const __grid_constant__ ScanArgs args) {
   launch_dependents();
   wait_for_previous();
-  __shared__ float entering[kKeyDim][kMergeColumns];
-  const int groups = args.value_dim() / kMergeColumns;
+  const int groups = args.value_dim() / cuda::kMapColumns;
   const int heads = static_cast<int>(args.value_heads);
   const int units = static_cast<int>(args.segments.sequences.num_sequences) * heads * groups;
   const bool back_in_time = static_cast<int>(blockIdx.x) >= units;
   const int index = static_cast<int>(blockIdx.x) - (back_in_time ? units : 0);
   const int sequence_index = index / (heads * groups);
-  const int head = (index - sequence_index * heads * groups) / groups;
-  const int value = (index - (sequence_index * heads + head) * groups) * kMergeColumns;
   const Sequence sequence = find_sequence(args.segments.sequences, sequence_index);
   const int64_t chunks = (sequence.length + kRows - 1) / kRows;
   if (chunks == 0) return;
-  const int64_t first = args.segments.first_place(sequence_index);
-  const int64_t last = (sequence.first_slot + chunks - 1) / args.segments.chunks + sequence_index;
-  const int key = static_cast<int>(threadIdx.x);
-  float* results = back_in_time ? args.state_gradients : args.states;
-  const int32_t* known = back_in_time ? args.gradient_known : args.state_known;
-  const int64_t matrix = static_cast<int64_t>(args.value_dim()) * kKeyDim;
-  const int64_t behind = back_in_time ? heads : -heads;  // the result that this one builds on
-
-  // The outer segments know theirs: the sequence's end is within reach.
-  for (int64_t step = 1; step < last - first; ++step) {
-    const int64_t unit = (back_in_time ? last - step : first + step) * heads + head;
-    if (known[unit] != 0) continue;
-    const float* previous = results + (unit + behind) * matrix + value * kKeyDim + key;
-    float* target = results + unit * matrix + value * kKeyDim + key;
-    sync_block();  // the columns of the segment before have been read
-#pragma unroll
-    for (int i = 0; i < kMergeColumns; ++i) entering[key][i] = previous[i * kKeyDim];
-    sync_block();
-    // Transitions lie transposed: M[key][j] at j K + key.
-    const float* transition = args.transitions + unit * kKeyDim * kKeyDim + key * (back_in_time ? kKeyDim : 1);
-    add_transition(target, transition, back_in_time ? 1 : kKeyDim, entering);
+  MergeUnit unit;
+  unit.first = args.segments.first_place(sequence_index);
+  unit.last = (sequence.first_slot + chunks - 1) / args.segments.chunks + sequence_index;
+  unit.head = (index - sequence_index * heads * groups) / groups;
+  unit.value = (index - (sequence_index * heads + unit.head) * groups) * cuda::kMapColumns;
+  if (back_in_time) {
+    merge_segments<kKeyDim, false>(args, unit);
+  } else {
+    merge_segments<kKeyDim, true>(args, unit);
   }
 }
 

@@ -3,20 +3,20 @@
 #pragma once
 
 #include "common/device/dependent_launch.cuh"
+#include "gdn/sm90/collective/chain.cuh"
 #include "gdn/sm90/collective/pipeline.cuh"
-#include "gdn/sm90/collective/transition.cuh"
 
 namespace cula::gdn::sm90 {
 
-// One thread a key; blocks: sequences, value heads, groups of value columns, these fastest.
+// Blocks: sequences, value heads, groups of value columns, these fastest.
 template <int kKeyDim>
-__global__ void __launch_bounds__(kKeyDim) merge_kernel(const ForwardArgs args) {
+__global__ void __launch_bounds__(cuda::kMapThreads, 1) merge_kernel(const __grid_constant__ ForwardArgs args) {
+  using Chain = SegmentChain<kKeyDim, true>;
   launch_dependents();
   wait_for_previous();
-  __shared__ float entering[kKeyDim][kMergeColumns];
-  const int groups = args.value_dim / kMergeColumns;
+  const int groups = args.value_dim / cuda::kMapColumns;
   const int unit = static_cast<int>(blockIdx.x) / groups;
-  const int value = (static_cast<int>(blockIdx.x) - unit * groups) * kMergeColumns;
+  const int value = (static_cast<int>(blockIdx.x) - unit * groups) * cuda::kMapColumns;
   const int heads = static_cast<int>(args.value_heads);
   const int sequence_index = unit / heads;
   const int head = unit - sequence_index * heads;
@@ -26,33 +26,35 @@ __global__ void __launch_bounds__(kKeyDim) merge_kernel(const ForwardArgs args) 
   const int64_t count = (chunks + table.chunks - 1) / table.chunks;
   const int64_t first =
       table.sequences.offsets == nullptr ? sequence_index * table.per_row() : table.first_place(sequence_index);
-  const int key = static_cast<int>(threadIdx.x);
+  const Chain chain = {Chain::columns_of(dynamic_shared_memory(), args.value_dim, value),
+                       Chain::states_of(args.states, heads, args.value_dim), Chain::maps_of(args.transitions, heads),
+                       head};
 
-  const TensorArg& initial = args.initial_state;
-  const int64_t slot = initial ? args.initial_slots.of(sequence_index) : -1;
-  const auto load_initial = [&](int column) {
-    return slot < 0 ? 0.0f
-                    : initial.load(slot * initial.stride[0] + head * initial.stride[1] + key * initial.stride[2] +
-                                   (value + column) * initial.stride[3]);
+  const int64_t slot = args.initial_state ? args.initial_slots.of(sequence_index) : -1;
+  const auto load_initial = [&](typename Chain::Patch& s) {
+    Chain::Columns::clear(s);
+    if (slot >= 0) chain.columns.load(s, args.initial_state, slot, head);
   };
+  typename Chain::Patch s;
   if (args.moves_initial_state) {
-    const int64_t last = (first + (count == 0 ? 0 : count - 1)) * heads + head;
-    float* target = args.states + last * args.value_dim * kKeyDim + value * kKeyDim + key;
-#pragma unroll
-    for (int i = 0; i < kMergeColumns; ++i) target[i * kKeyDim] = load_initial(i);
+    load_initial(s);
+    chain.columns.store(s, chain.states, first + (count == 0 ? 0 : count - 1), head);
   }
-  for (int64_t s = 0; s + 1 < count; ++s) {
-    const int64_t index = (first + s) * heads + head;
-    if (args.independent[index] != 0) continue;
-    const float* previous = args.states + (index - heads) * args.value_dim * kKeyDim + value * kKeyDim + key;
-    float* target = args.states + index * args.value_dim * kKeyDim + value * kKeyDim + key;
-    sync_block();  // the columns of the segment before have been read
-#pragma unroll
-    for (int i = 0; i < kMergeColumns; ++i) {
-      entering[key][i] = s > 0 ? previous[i * kKeyDim] : load_initial(i);
+  const auto known = [&](int64_t segment) { return args.independent[(first + segment) * heads + head] != 0; };
+  for (int64_t segment = 0; segment + 1 < count;) {
+    if (known(segment)) {
+      ++segment;
+      continue;
     }
-    sync_block();
-    add_transition(target, args.transitions + index * kKeyDim * kKeyDim + key, kKeyDim, entering);
+    if (segment > 0) {
+      chain.columns.load(s, chain.states, first + segment - 1, head);
+    } else {
+      load_initial(s);
+    }
+    int64_t end = segment + 1;
+    while (end + 1 < count && !known(end)) ++end;
+    chain.run(s, end - segment, first + segment, 1);
+    segment = end;
   }
 }
 
