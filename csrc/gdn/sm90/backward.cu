@@ -23,8 +23,8 @@ struct BackwardWorkspace {
   SwizzledTile* S = nullptr;        // [slots of a window, HV, V / 64, K / 64]
   SwizzledTile* D = nullptr;
   SwizzledTile* residual = nullptr;  // [slots of a window, HV, V / 64]
-  SwizzledTile* dW = nullptr;
-  float* states = nullptr;  // [places, HV, V, K]; these five only with segments
+  uint16_t* dv = nullptr;            // [B, T, HV, V], in the problem's type; only if the caller does not want it
+  float* states = nullptr;           // [places, HV, V, K]; these five only with segments
   float* state_gradients = nullptr;
   float* transitions = nullptr;    // [places, HV, K, K]
   int32_t* state_known = nullptr;  // [places, HV]
@@ -33,7 +33,7 @@ struct BackwardWorkspace {
   cuda::GatePartialSums gate_sums;
   size_t bytes = 0;
 
-  BackwardWorkspace(const Problem& problem, const BackwardSchedule& schedule, void* data) {
+  BackwardWorkspace(const Problem& problem, const BackwardSchedule& schedule, bool has_dv, void* data) {
     cuda::WorkspaceCutter cutter(data);
     const int64_t slots = count_slots(problem);
     const int64_t row_tiles = std::min(schedule.window_slots, slots) * problem.value_heads * (problem.value_dim / 64);
@@ -42,7 +42,7 @@ struct BackwardWorkspace {
     S = cutter.take<SwizzledTile>(state_tiles);
     D = cutter.take<SwizzledTile>(state_tiles);
     residual = cutter.take<SwizzledTile>(row_tiles);
-    dW = cutter.take<SwizzledTile>(row_tiles);
+    if (!has_dv) dv = cutter.take<uint16_t>(problem.batch * problem.tokens * problem.value_heads * problem.value_dim);
     if (schedule.segment_chunks != 0) {
       const int64_t places = problem.num_sequences() + (slots + schedule.segment_chunks - 1) / schedule.segment_chunks;
       const int64_t units = places * problem.value_heads;
@@ -71,7 +71,7 @@ struct BackwardOperands {
   TokenTensor grad_output;
   TokenTensor dq;  // these three only if they are wanted
   TokenTensor dk;
-  TokenTensor dv;
+  TokenTensor dv;  // else its place is the workspace
 
   BackwardOperands(const Problem& problem, const BackwardTensors& t)
       : q(problem.use_qk_l2norm ? token_tensor(t.saved->q_normalized, "saved.q_normalized") : token_tensor(t.q, "q")),
@@ -100,6 +100,14 @@ struct BackwardOperands {
   }
 };
 
+TokenTensor dense_values(const Problem& problem, DType dtype, void* data) {
+  const int64_t row = problem.value_heads * problem.value_dim;
+  return {data,
+          dtype,
+          {problem.batch, problem.tokens, problem.value_heads, problem.value_dim},
+          {problem.tokens * row, row, problem.value_dim, 1}};
+}
+
 // The places that may hold segments of a window.
 void set_places(ScanArgs& scan, const Problem& problem) {
   const SlotSegments& segments = scan.segments;
@@ -121,14 +129,15 @@ void set_places(ScanArgs& scan, const Problem& problem) {
 }  // namespace
 
 size_t backward_workspace_bytes(const Plan& plan) {
-  return BackwardWorkspace(plan.problem(), plan.schedules().sm90_backward, nullptr).bytes;
+  return BackwardWorkspace(plan.problem(), plan.schedules().sm90_backward, true, nullptr).bytes;
 }
 
-// Operands that the copy engine can not read or write go through the general kernels, which need more memory.
+// Operands that the copy engine can not read or write go through the general kernels, which need more memory. So does a
+// dv that is not wanted, since it is on the way to the others.
 size_t backward_workspace_bytes(const Plan& plan, const BackwardTensors& t) {
   const bool fits = BackwardOperands(plan.problem(), t).first_misfit(cuda::element_type(plan)) == nullptr;
-  const size_t own = backward_workspace_bytes(plan);
-  return fits ? own : std::max(own, cuda::backward_workspace_bytes(plan));
+  if (!fits) return std::max(backward_workspace_bytes(plan), cuda::backward_workspace_bytes(plan));
+  return BackwardWorkspace(plan.problem(), plan.schedules().sm90_backward, t.dv != nullptr, nullptr).bytes;
 }
 
 void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, Stream stream_handle) {
@@ -136,7 +145,7 @@ void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, S
   const Problem& problem = call.problem;
   const device::DeviceGuard guard(problem.device.device_id);
   const auto stream = static_cast<device::Stream>(stream_handle);
-  const BackwardOperands operands(problem, t);
+  BackwardOperands operands(problem, t);
   if (const char* name = operands.first_misfit(call.dtype)) {
     const size_t needed = cuda::backward_workspace_bytes(plan);
     if (workspace.bytes < needed) {
@@ -147,7 +156,12 @@ void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, S
     return cuda::backward(plan, t, workspace, stream_handle);
   }
   const BackwardSchedule& schedule = plan.schedules().sm90_backward;
-  const BackwardWorkspace space(problem, schedule, workspace.data);
+  const BackwardWorkspace space(problem, schedule, t.dv != nullptr, workspace.data);
+  if (workspace.bytes < space.bytes) {
+    throw_value_error("workspace: expected ", space.bytes, " bytes, as backward_workspace_bytes(tensors) says, since ",
+                      "there is no dv, got ", workspace.bytes);
+  }
+  if (t.dv == nullptr) operands.dv = dense_values(problem, call.dtype, space.dv);
   const int key_dim = static_cast<int>(problem.key_dim);
   const int value_dim = static_cast<int>(problem.value_dim);
   const float scale = static_cast<float>(plan.scale());
@@ -159,6 +173,7 @@ void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, S
     maps.v = device::make_tensor_map(operands.v, "v");
     maps.A = device::make_tensor_map(operands.A, "A");
     maps.grad_output = device::make_tensor_map(operands.grad_output, "do");
+    maps.dv = device::make_tensor_map(operands.dv, "dv");
     if (t.dq != nullptr) maps.dq = device::make_tensor_map(operands.dq, "dq");
     if (t.dk != nullptr) maps.dk = device::make_tensor_map(operands.dk, "dk");
   }
@@ -188,7 +203,7 @@ void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, S
   scan.S = space.S;
   scan.D = space.D;
   scan.residual = space.residual;
-  scan.dW = space.dW;
+  scan.dv = tensor_arg(operands.dv);
   scan.states = space.states;
   scan.state_gradients = space.state_gradients;
   scan.transitions = space.transitions;
@@ -207,15 +222,13 @@ void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, S
   gradient.S = space.S;
   gradient.D = space.D;
   gradient.residual = space.residual;
-  gradient.dW = space.dW;
-  gradient.v = tensor_arg(operands.v);
   if (problem.use_qk_l2norm) {
     gradient.q_rstd = token_arg(t.saved->q_rstd, "saved.q_rstd", DType::kFloat32);
     gradient.k_rstd = token_arg(t.saved->k_rstd, "saved.k_rstd", DType::kFloat32);
   }
   gradient.dq = tensor_arg(operands.dq);
   gradient.dk = tensor_arg(operands.dk);
-  gradient.dv = tensor_arg(operands.dv);
+  gradient.dv = scan.dv;
   const TensorArg dg = token_arg(t.dg, "dg", call.dtype);
   const TensorArg dyg = dense_arg(space.dyg, DType::kFloat32, problem.tokens, problem.value_heads, 1);
   gradient.dg = problem.use_gate ? dyg : dg;

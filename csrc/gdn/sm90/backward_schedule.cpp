@@ -25,7 +25,7 @@ int64_t most_slots(const BackwardSizes& sizes, const BackwardCosts& costs) {
 }  // namespace
 
 int64_t BackwardSizes::slot_bytes() const {
-  const int64_t tiles = (value_dim / 64) * (2 * (key_dim / 64) + 2);  // S and D; V' and dW
+  const int64_t tiles = (value_dim / 64) * (2 * (key_dim / 64) + 1);  // S and D; V'
   return value_heads * tiles * kTileElements * 2;
 }
 

@@ -86,6 +86,7 @@ class Options:
     expanded_do: bool = False
     unaligned: bool = False
     dt_bias: bool = True
+    small_betas: bool = False  # among others: 0, 2^-6, 2^-40
 
 
 def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -118,6 +119,9 @@ def make_inputs(shape: Shape, options: Options, seed: int = 0, device: str = "cp
     t["beta"] = (normal(B, T, HV) if shape.sigmoid else torch.rand(B, T, HV, generator=generator, device=device)).to(
         options.beta_dtype
     )
+    if options.small_betas:
+        shrink = torch.tensor([1.0, 0.0, 2.0**-6, 2.0**-40, 1.0], device=device)
+        t["beta"] = t["beta"] * shrink[torch.arange(T, device=device) % 5, None].to(options.beta_dtype)
     if options.initial_state:
         t["h0"] = normal(*shape.state(shape.N, HV)).to(options.state_dtype)
     t["do"] = normal(B, T, HV, V).to(shape.dtype)

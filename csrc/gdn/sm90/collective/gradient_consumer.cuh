@@ -1,8 +1,8 @@
 // The two warpgroups of the gradient kernel that multiply. Warpgroup g has
 //
 //   of the pairs of rows    g = 0: dP = scale (dO V'^T) o E, on and below the diagonal
-//                           g = 1: dL = -(dW V'^T) o E, below it: with dW the gradient of W, the gradient of the
-//                           inverse A needs no product with A, since A^T (X W^T) A^T = (A^T X) (A W)^T = dW V'^T
+//                           g = 1: beta dL = -(dv V'^T) o E, below it: with dW the gradient of W, the gradient of
+//                           the inverse A needs no product with A, since A^T (X W^T) A^T = (A^T X) (A W)^T = dW V'^T
 //   of the 64-wide blocks of key columns    block g of dq and dk
 //
 // Sums over the value heads of the group stay in registers: dq, dk, and of the pairs G = sum dP, F = sum beta dL. At
@@ -146,7 +146,7 @@ struct GradientConsumer {
     return sum;
   }
 
-  // What the pairs of rows add: `p` is dO V'^T or dW V'^T, `products` Q K^T or K K^T. `total` lacks the factor
+  // What the pairs of rows add: `p` is dO V'^T or dv V'^T, `products` Q K^T or K K^T. `total` lacks the factor
   // coefficient().
   __device__ __forceinline__ void add_pairs(float (&total)[32], const float (&p)[32], const float (&products)[32],
                                             uint32_t factors, uint32_t sums) const {
@@ -164,7 +164,7 @@ struct GradientConsumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       gamma[r] = load_shared(gammas + 4 * (row + 8 * r));
-      weight[r] = group == 0 ? 1.0f : load_shared(betas + 4 * (row + 8 * r));
+      weight[r] = group == 0 ? 1.0f : row_weight<T>(load_shared(betas + 4 * (row + 8 * r)));
       first[r] = load_shared_byte(firsts + row + 8 * r);
     }
     const uint32_t sums_at = sums + static_cast<uint32_t>(offsetof(HeadSums, columns)) +
@@ -330,10 +330,9 @@ struct GradientConsumer {
       const uint32_t keys = shared.keys(buffer);
       const uint32_t q_tile = keys + key_tile() * kTileBytes;
       const uint32_t k_tile = q_tile + kKeyTiles * kTileBytes;
-      const bool has_tail = length < kRows;
       float products[32];  // Q K^T or K K^T
       float x[32];
-      if (has_tail) trim(keys, 2 * kKeyTiles, length);
+      if (length < kRows) trim(keys, 2 * kKeyTiles, length);
       multiply_rows<kKeyTiles>(products, keys + group * kKeyTiles * kTileBytes, keys + kKeyTiles * kTileBytes);
       float total[32] = {};
       float dq[32] = {};
@@ -347,7 +346,7 @@ struct GradientConsumer {
         const uint32_t sums = shared.sums(heads & 1);
         const uint32_t factors = shared.factor(heads & 1);
         const RingPlace residual = place.ahead(Shared::kResidual);
-        const RingPlace dW = place.ahead(Shared::kDW);
+        const RingPlace dv = place.ahead(Shared::kDv);
         const RingPlace S = place.ahead(Shared::kFirstS);
         const RingPlace D = place.ahead(Shared::kFirstD);
         const auto row_factors = [&](float(&f)[2], size_t which) {
@@ -356,10 +355,13 @@ struct GradientConsumer {
           f[1] = load_shared(factors + static_cast<uint32_t>(which) + 4 * row + 32);
         };
         wait_full(place);
-        if (has_tail) trim(shared.slot(place.slot), kValueTiles, length);
+        wait_full(dv);
+        if (item_length(buffer) < kRows) {  // not kept: a register too many
+          trim(shared.slot(place.slot), kValueTiles, length);
+          trim(shared.slot(dv.slot), kValueTiles, length);
+        }
         wait_full(residual);
-        wait_full(dW);
-        multiply_rows<kValueTiles>(x, shared.slot(group == 0 ? place.slot : dW.slot), shared.slot(residual.slot));
+        multiply_rows<kValueTiles>(x, shared.slot(group == 0 ? place.slot : dv.slot), shared.slot(residual.slot));
         wgmma_wait<0>();
         add_pairs(total, x, products, factors, sums);
 
@@ -372,17 +374,17 @@ struct GradientConsumer {
         release(place);
         add_rows(dq, x, factor, sign, q_tile, sums, RowSum::kOutput);
 
-        multiply_state(x, shared.slot(dW.slot), S);  // dW S^T
+        multiply_state(x, shared.slot(dv.slot), S);  // dv S^T
         row_factors(factor, offsetof(ChunkFactors, gamma));
         row_factors(sign, offsetof(ChunkFactors, beta));
         const int first_restart = load_int(factors + static_cast<uint32_t>(offsetof(ChunkFactors, first_restart)));
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           factor[r] = first_row() + 8 * r < first_restart ? exp2_approx(factor[r]) : 0.0f;
-          sign[r] = -sign[r];
+          sign[r] = -row_weight<T>(sign[r]);
         }
         wgmma_wait<0>();
-        release(dW, true);
+        release(dv, true);
         add_rows(dk, x, factor, sign, k_tile, sums, RowSum::kResidual);
 
         for (int i = 0; i < kValueTiles; ++i) wait_full(D.ahead(i));
@@ -451,7 +453,7 @@ struct GradientConsumer {
       fence_async_shared();
       sync_group();
       const bool leader = warpgroup_thread() == 0;
-      if (has_tail) {
+      if (item.length < kRows) {
         if (has_dq) store_tail(q_tile, args.dq, item);
         if (has_dk) store_tail(k_tile, args.dk, item);
         fence_async_shared();

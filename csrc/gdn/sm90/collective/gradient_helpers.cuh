@@ -27,23 +27,26 @@ struct GradientHelpers {
       mbarrier_wait(shared.empty_barrier(place.slot), place.phase ^ 1);
       mbarrier_arrive_expect(shared.full_barrier(place.slot), bytes);
     };
-    begin(kValueTiles * kTileBytes);
+    const auto load_values = [&](const CUtensorMap& map, int beside = 0) {
+      begin(kValueTiles * kTileBytes + beside);
 #pragma unroll
-    for (int i = 0; i < kValueTiles; ++i) {
-      tma_load(shared.slot(place.slot) + i * kTileBytes, args.maps.grad_output, {64 * i, head, item.token, item.batch},
-               shared.full_barrier(place.slot));
-    }
-    // Read from there by the value warps.
-#pragma unroll
-    for (int i = 0; i < kValueTiles; ++i) tma_prefetch(args.maps.v, {64 * i, head, item.token, item.batch});
-    const auto load_piece = [&](const SwizzledTile* tiles, int count, int beside = 0) {
+      for (int i = 0; i < kValueTiles; ++i) {
+        tma_load(shared.slot(place.slot) + i * kTileBytes, map, {64 * i, head, item.token, item.batch},
+                 shared.full_barrier(place.slot));
+      }
+    };
+    load_values(args.maps.grad_output);
+    place = place.ahead(1);
+    load_values(args.maps.dv, sizeof(ChunkFactors));
+    bulk_load(shared.factor(buffer), args.factors + index, sizeof(ChunkFactors), shared.full_barrier(place.slot));
+    const auto load_piece = [&](const SwizzledTile* tiles, int count) {
       place = place.ahead(1);
-      begin(count * kTileBytes + beside);
+      begin(count * kTileBytes);
       bulk_load(shared.slot(place.slot), tiles, count * kTileBytes, shared.full_barrier(place.slot));
     };
-    load_piece(args.dW + stored * kValueTiles, kValueTiles, sizeof(ChunkFactors));
-    bulk_load(shared.factor(buffer), args.factors + index, sizeof(ChunkFactors), shared.full_barrier(place.slot));
     load_piece(args.residual + stored * kValueTiles, kValueTiles);
+    place = place.ahead(1);
+    load_values(args.maps.v);
 #pragma unroll
     for (int i = 0; i < kValueTiles; ++i) load_piece(args.S + (stored * kValueTiles + i) * kKeyTiles, kKeyTiles);
 #pragma unroll
@@ -92,7 +95,7 @@ struct GradientHelpers {
     }
   }
 
-  // <dW, v>, and dv = beta dW. By two warps, each every other group of 4 rows.
+  // <dv, v>, and where beta is small, dv = beta dW in the place of dW. By two warps, each every other group of 4 rows.
   __device__ __forceinline__ void run_values(int warp) const {
     constexpr int kRowsAtOnce = 8;  // of both warps; a lane takes a piece of 8 columns of one row
     const int first_row = 4 * warp + lane_id() / 8;
@@ -102,40 +105,52 @@ struct GradientHelpers {
     for_each_item(args, [&](const GradientItem& item, int) {
 #pragma unroll 1
       for (int j = 0; j < args.group; ++j) {
-        const int head = item.key_head * args.group + j;
-        const RingPlace dw = place.ahead(Shared::kDW);
+        const RingPlace dv = place.ahead(Shared::kDv);
+        const RingPlace v = place.ahead(Shared::kV);
         const int buffer = heads & 1;
         const uint32_t betas = shared.factor(buffer) + static_cast<uint32_t>(offsetof(ChunkFactors, beta));
-        mbarrier_wait(shared.full_barrier(dw.slot), dw.phase);
+        mbarrier_wait(shared.full_barrier(dv.slot), dv.phase);
+        mbarrier_wait(shared.full_barrier(v.slot), v.phase);
 #pragma unroll 1
         for (int row = first_row; row < kRows; row += kRowsAtOnce) {
+          const uint32_t at = swizzled(row, piece);
+          uint4 x[kValueTiles];
           float sum = 0.0f;
-          if (row < item.length) {
-            const T* v = static_cast<const T*>(args.v.data) + args.v.offset(item.batch, item.token + row, head);
-            uint4 x[kValueTiles];
 #pragma unroll
-            for (int i = 0; i < kValueTiles; ++i) x[i] = *reinterpret_cast<const uint4*>(v + 8 * piece + 64 * i);
-            const float beta = load_shared(betas + 4 * row);
-            T* dv = static_cast<T*>(args.dv.data) + args.dv.offset(item.batch, item.token + row, head);
-#pragma unroll
-            for (int i = 0; i < kValueTiles; ++i) {
-              const uint4 w = load_shared_vector(shared.slot(dw.slot) + i * kTileBytes + swizzled(row, piece));
-              const auto take = [&](uint32_t value, uint32_t gradient) {
-                const float2 a = unpack2<T>(value);
-                const float2 b = unpack2<T>(gradient);
-                sum += a.x * b.x + a.y * b.y;
-                return pack2<T>(beta * b.x, beta * b.y);
-              };
-              const uint4 out = {take(x[i].x, w.x), take(x[i].y, w.y), take(x[i].z, w.z), take(x[i].w, w.w)};
-              if (args.dv) *reinterpret_cast<uint4*>(dv + 8 * piece + 64 * i) = out;
-            }
+          for (int i = 0; i < kValueTiles; ++i) {
+            x[i] = load_shared_vector(shared.slot(dv.slot) + i * kTileBytes + at);
+            const uint4 y = load_shared_vector(shared.slot(v.slot) + i * kTileBytes + at);
+            const auto add = [&](uint32_t gradient, uint32_t value) {
+              const float2 a = unpack2<T>(gradient);
+              const float2 b = unpack2<T>(value);
+              sum += a.x * b.x + a.y * b.y;
+            };
+            add(x[i].x, y.x);
+            add(x[i].y, y.y);
+            add(x[i].z, y.z);
+            add(x[i].w, y.w);
           }
           sum = group_sum<8>(sum);
           if (piece == 0) memory.sums[buffer].values[row] = sum;
+          const float beta = load_shared(betas + 4 * row);
+          if (row < item.length && is_small<T>(beta)) {
+            T* out = static_cast<T*>(args.dv.data) +
+                     args.dv.offset(item.batch, item.token + row, item.key_head * args.group + j);
+            const auto scaled = [beta](uint32_t pair) {
+              const float2 a = unpack2<T>(pair);
+              return pack2<T>(beta * a.x, beta * a.y);
+            };
+#pragma unroll
+            for (int i = 0; i < kValueTiles; ++i) {
+              *reinterpret_cast<uint4*>(out + 8 * piece + 64 * i) = {scaled(x[i].x), scaled(x[i].y), scaled(x[i].z),
+                                                                     scaled(x[i].w)};
+            }
+          }
         }
         sync_warp();
         if (lane_id() == 0) {
-          mbarrier_arrive(shared.empty_barrier(dw.slot));
+          mbarrier_arrive(shared.empty_barrier(dv.slot));
+          for (int i = 0; i < Shared::kSlotArrivals / 2; ++i) mbarrier_arrive(shared.empty_barrier(v.slot));
           mbarrier_arrive(shared.summed_barrier(buffer));
         }
         place = place.ahead(Shared::kPieces);
@@ -175,8 +190,9 @@ struct GradientHelpers {
         residual += rows(RowSum::kResidual, g);
         update += rows(RowSum::kUpdate, g);
       }
-      by_sum[r] += output - f.beta[row] * residual;
-      dbeta[r] = sums.values[row] + rows(RowSum::kStrength, 1) - residual;
+      const float beta = f.beta[row];
+      by_sum[r] += output - row_weight<T>(beta) * residual;
+      dbeta[r] = (sums.values[row] + rows(RowSum::kStrength, 1) - residual) / row_scale<T>(beta);
       // A row loses what the last row gains. Of the last row that is nothing.
       if (row + 1 < length) {
         by_sum[r] -= update;

@@ -4,9 +4,9 @@
 // value head brings comes in pieces of up to kSlotTiles tiles, through a ring of slots that runs on over heads and
 // items:
 //
-//   dO | dW | V' | S, by blocks of 64 value columns | D, likewise        in the order in which they are left
+//   dO | dv | V' | v | S, by blocks of 64 value columns | D, likewise
 //
-//   full[s]        the piece of slot s has landed (with dW: the factors of the head)   loader -> all
+//   full[s]        the piece of slot s has landed (with dv: the factors of the head)   loader -> all
 //   empty[s]       everybody has read it; who waits for full[s] must arrive here       all -> loader
 //   keys_full[b]   q and k of the item have landed, and items[b] says which it is     loader -> consumers
 //   keys_empty[b]  dq and dk, put in their place, have left                           consumers -> loader
@@ -43,13 +43,11 @@ struct GradientArgs {
   const SwizzledTile* S;        // images, as the scans wrote them
   const SwizzledTile* D;
   const SwizzledTile* residual;
-  const SwizzledTile* dW;
-  TensorArg v;
   TensorArg q_rstd;  // [B, T, H]: dq and dk are taken through the norms of q and k; none: there were no norms
   TensorArg k_rstd;
   TensorArg dq;  // these two in the problem's type, for the copy engine
   TensorArg dk;
-  TensorArg dv;
+  TensorArg dv;  // as the adjoint left it
   TensorArg dg;  // by the log decay
   TensorArg dbeta;
 };
@@ -59,14 +57,14 @@ enum class RowSum {
   kPairs,     // gate: through the pairs of rows, as their later row
   kStrength,  // beta: likewise
   kOutput,    // scale decay <q, dO S^T>
-  kResidual,  // decay <k, dW S^T>
+  kResidual,  // decay <k, dv S^T>
   kUpdate,    // to_end <k, V' D^T>
   kCount
 };
 struct alignas(16) HeadSums {
   float rows[kGradientConsumers][static_cast<int>(RowSum::kCount)][kRows];
   float columns[kGradientConsumers][4][kRows];  // by warps: gate, through the pairs of rows, as their earlier row
-  float values[kRows];                          // <dW, v>
+  float values[kRows];                          // <dv, v>
   float states[4 * kGradientConsumers];         // <S, D>, by warps
 };
 
@@ -85,13 +83,15 @@ struct GradientShared {
   static constexpr int kValueTiles = kValueDim / 64;
   static constexpr int kSlotTiles = kKeyTiles > kValueTiles ? kKeyTiles : kValueTiles;
   static constexpr int kSlotBytes = kSlotTiles * kTileBytes;
-  static constexpr int kPieces = 3 + 2 * kValueTiles;  // of a value head
-  static constexpr int kDW = 1;
+  static constexpr int kPieces = 4 + 2 * kValueTiles;  // of a value head
+  static constexpr int kDv = 1;
   static constexpr int kResidual = 2;
-  static constexpr int kFirstS = 3;
-  static constexpr int kFirstD = 3 + kValueTiles;
+  static constexpr int kV = 3;
+  static constexpr int kFirstS = 4;
+  static constexpr int kFirstD = 4 + kValueTiles;
   static_assert(kPieces <= kRingSlots);
-  // At a slot: the consumers' warps, and the two warps that read dW; the consumers stand in for these at other pieces.
+  // At a slot: the consumers' warps, and the two warps that read dv and v; the consumers stand in for these at other
+  // pieces, and these for the consumers at v.
   static constexpr int kSlotArrivals = 4 * kGradientConsumers + 2;
 
   SwizzledTile keys[kKeyBuffers][2 * kKeyTiles];  // q, k

@@ -1,6 +1,6 @@
 // A consumer that carries the gradient of the state back in time:
 //
-//   X' = (D' K') to_end + dO' P        dW' = X' A
+//   X' = (D' K') to_end + dO' P        dW' = X' A        dv = beta dW
 //   D' <- chunk_decay D' + (out_decay dO)' Q - (beta decay dW)' K
 //
 // What passes fp16's range becomes infinite here, as in every conversion, and then shows in the results: gradients that
@@ -21,6 +21,23 @@ struct AdjointConsumer : ScanState<T, kKeyDim, kKind> {
                                               const float (&s)[State::kStateRegisters]) {
 #pragma unroll
     for (int i = 0; i < State::kStateRegisters / 2; ++i) operand[i] = pack2<T>(s[2 * i], s[2 * i + 1]);
+  }
+
+  // Rows of the chunk to dv, but of those past its end none, since they are tokens of the next sequence.
+  __device__ __forceinline__ void send_rows(int chunk, bool leader) const {
+    const int token = unit.token + chunk * kRows;
+    if (chunk == unit.num_chunks - 1 && unit.tail_length < kRows) {
+      const int piece = warpgroup_thread() & 7;
+      T* out = static_cast<T*>(args.dv.data) + args.dv.offset(unit.batch, token, unit.head) + 64 * unit.value_tile +
+               8 * piece;
+#pragma unroll 1
+      for (int row = warpgroup_thread() / 8; row < unit.tail_length; row += kWarpgroupThreads / 8) {
+        *reinterpret_cast<uint4*>(out + row * args.dv.stride[1]) =
+            load_shared_vector(shared.rows() + swizzled(row, piece));
+      }
+    } else if (leader) {
+      tma_store(args.maps.dv, {64 * unit.value_tile, unit.head, token, unit.batch}, shared.rows());
+    }
   }
 
   __device__ __forceinline__ void run() const {
@@ -89,7 +106,7 @@ struct AdjointConsumer : ScanState<T, kKeyDim, kKind> {
       wgmma_commit();
       State::update(d, y, tiles, Shared::kQ);  // D' += (out_decay dO)' Q
       wgmma_commit();
-      State::send(args.D, n - 1 - c, args.dW, n - c);
+      State::send(args.D, n - 1 - c, n - c, [&](int chunk, bool leader) { send_rows(chunk, leader); });
       wgmma_wait<1>();  // X
 #pragma unroll
       for (int i = 0; i < 16; ++i) w[i] = pack2<T>(x[2 * i], x[2 * i + 1]);
@@ -110,12 +127,20 @@ struct AdjointConsumer : ScanState<T, kKeyDim, kKind> {
       for (int j = 0; j < 8; ++j) {
         y[2 * j] = pack2<T>(-f[j].x * x[4 * j], -f[j].y * x[4 * j + 1]);
         y[2 * j + 1] = pack2<T>(-f[j].x * x[4 * j + 2], -f[j].y * x[4 * j + 3]);
-        rows[2 * j] = pack2<T>(x[4 * j], x[4 * j + 1]);
-        rows[2 * j + 1] = pack2<T>(x[4 * j + 2], x[4 * j + 3]);
       }
       wgmma_fence();
       State::update(d, y, tiles, 0);  // D' -= (beta decay dW)' K
       wgmma_commit();
+      if constexpr (kKind == ScanKind::kImages) {
+        load_factors(offsetof(ChunkFactors, beta));
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          const float low = row_scale<T>(f[j].x);
+          const float high = row_scale<T>(f[j].y);
+          rows[2 * j] = pack2<T>(low * x[4 * j], high * x[4 * j + 1]);
+          rows[2 * j + 1] = pack2<T>(low * x[4 * j + 2], high * x[4 * j + 3]);
+        }
+      }
       wgmma_wait<0>();
       pack(d_operand, d);
       if (++stage == kStages) {
@@ -123,7 +148,9 @@ struct AdjointConsumer : ScanState<T, kKeyDim, kKind> {
         phase ^= 1;
       }
     }
-    if (n > 0) State::send_last_rows(args.dW, 0, rows, value_at);
+    if (n > 0) {
+      State::send_last_rows(0, rows, value_at, [&](int chunk, bool leader) { send_rows(chunk, leader); });
+    }
     State::store_state(d, unit.leaves);
   }
 };

@@ -1,8 +1,8 @@
 // The two passes over a sequence that the gradients need, in 64 value columns of one value head each:
 //
 //   recompute  forward in time: the state S that enters each chunk, and V'     collective/scan_recompute.cuh
-//   adjoint    backward in time: the gradient D of the state that leaves each chunk, and dW, the gradient of
-//              W = beta (V - decay K S)                                        collective/scan_adjoint.cuh
+//   adjoint    backward in time: the gradient D of the state that leaves each chunk, and dv = beta dW, dW being the
+//              gradient of W = beta (V - decay K S)                            collective/scan_adjoint.cuh
 //
 // Both keep their state transposed in registers, as the forward pass does. One warpgroup advances it, one more loads
 // chunks by TMA and, for the adjoint, makes P (collective/scan_feeder.cuh). Who waits for whom:
@@ -13,8 +13,12 @@
 //   trimmed     the rows of the last chunk past its length have been zeroed in its tiles
 //
 // What a pass writes are images of tiles as they lie in shared memory, so that the gradient kernel loads them as plain
-// runs of bytes: states [slot][HV][V / 64][K / 64], rows being value columns; V' and dW [slot][HV][V / 64], rows being
-// tokens, those past the chunk's length zero. A summary writes none of them, but the state that it ends with.
+// runs of bytes: states [slot][HV][V / 64][K / 64], rows being value columns; V' [slot][HV][V / 64], rows being tokens,
+// those past the chunk's length zero; but dv goes to its tensor. A summary writes none of them, but the state that it
+// ends with.
+//
+// The gradients need dW as beta dW alone, but for that by beta, which is divided by it; where beta is too small for
+// that, rows keep dW for a while (row_scale).
 #pragma once
 
 #include "gdn/sm90/collective/pipeline.cuh"
@@ -32,9 +36,28 @@ struct BackwardMaps {
   CUtensorMap v;
   CUtensorMap A;
   CUtensorMap grad_output;
+  CUtensorMap dv;
   CUtensorMap dq;
   CUtensorMap dk;
 };
+
+// Rows with a smaller beta, in magnitude, have dW itself where others have dv = beta dW, until the gradient kernel has
+// made their gradient by beta: beta may be zero, and in fp16 dv subnormal.
+template <class T>
+inline constexpr float kSmallBeta = kDTypeOf<T> == DType::kFloat16 ? 0x1p-4f : 0x1p-32f;
+template <class T>
+__device__ __forceinline__ bool is_small(float beta) {
+  return !(fabsf(beta) >= kSmallBeta<T>);  // NaN is
+}
+// What such a place holds is row_scale dW, and row_weight of that is beta dW.
+template <class T>
+__device__ __forceinline__ float row_scale(float beta) {
+  return is_small<T>(beta) ? 1.0f : beta;
+}
+template <class T>
+__device__ __forceinline__ float row_weight(float beta) {
+  return is_small<T>(beta) ? beta : 1.0f;
+}
 
 // The backward pass goes through the slots of chunks in windows, the last one first, so that what the scans leave for
 // the gradients is bounded. A window parts no segment.
@@ -110,7 +133,7 @@ struct ScanArgs {
   SwizzledTile* S;
   SwizzledTile* D;
   SwizzledTile* residual;  // V'
-  SwizzledTile* dW;
+  TensorArg dv;            // in the problem's type, for the copy engine
   // With segments, fp32, [place, HV]: the state behind each segment but the last of its sequence, and the gradient of
   // the state in front of each but the first, both [V, K]. Where the flag beside it is not 0, the summary writes it;
   // elsewhere the summary writes what the segment adds to it and the segment's transition M, transposed, [K, K], and

@@ -24,6 +24,9 @@ struct RecomputeConsumer : ScanState<T, kKeyDim, kKind> {
     uint32_t s_operand[State::kStateRegisters / 2];
     float u[32];
     uint32_t rows[16] = {};
+    const auto send_rows = [&](int chunk, bool leader) {
+      if (leader) bulk_store(args.residual + State::image(chunk), shared.rows(), kTileBytes);
+    };
     State::load_state(s, unit.enters);
     pack_operands<T>(s_operand, s);
     int stage = 0;
@@ -68,7 +71,7 @@ struct RecomputeConsumer : ScanState<T, kKeyDim, kKind> {
       wgmma_commit();
       const float chunk_decay = load_shared(shared.factor(stage) + offsetof(ChunkFactors, chunk_decay));
       load_factors(b, offsetof(ChunkFactors, to_end));
-      State::send(args.S, c, args.residual, c - 1);
+      State::send(args.S, c, c - 1, send_rows);
 #pragma unroll
       for (int i = 0; i < State::kStateRegisters; ++i) s[i] *= chunk_decay;
       wgmma_wait<0>();  // V''
@@ -90,7 +93,7 @@ struct RecomputeConsumer : ScanState<T, kKeyDim, kKind> {
         phase ^= 1;
       }
     }
-    if (n > 0) State::send_last_rows(args.residual, n - 1, rows, value_at);
+    if (n > 0) State::send_last_rows(n - 1, rows, value_at, send_rows);
     if constexpr (kKind == ScanKind::kSummary) State::store_state(s, unit.leaves);
   }
 };

@@ -141,20 +141,21 @@ struct ScanState {
                args.value_tiles +
            unit.value_tile;
   }
-  // Sends what was put: the state of `chunk` and the rows of `rows_chunk`, if that is one.
-  __device__ __forceinline__ void send(SwizzledTile* states, int chunk, SwizzledTile* rows, int rows_chunk) const {
+  // Sends what was put: the state of `chunk`, and by send_rows(rows_chunk, leader), which all threads call, the rows of
+  // that chunk, if it is one.
+  template <class F>
+  __device__ __forceinline__ void send(SwizzledTile* states, int chunk, int rows_chunk, F&& send_rows) const {
     if constexpr (kKind == ScanKind::kSummary) return;
     fence_async_shared();
     sync_group();
-    if (warpgroup_thread() != 0) return;
-    bulk_store(states + image(chunk) * kKeyTiles, shared.state(), kKeyTiles * kTileBytes);
-    if (rows_chunk >= 0 && rows_chunk < unit.num_chunks) {
-      bulk_store(rows + image(rows_chunk), shared.rows(), kTileBytes);
-    }
-    tma_store_commit();
+    const bool leader = warpgroup_thread() == 0;
+    if (leader) bulk_store(states + image(chunk) * kKeyTiles, shared.state(), kKeyTiles * kTileBytes);
+    if (rows_chunk >= 0 && rows_chunk < unit.num_chunks) send_rows(rows_chunk, leader);
+    if (leader) tma_store_commit();
   }
-  __device__ __forceinline__ void send_last_rows(SwizzledTile* rows, int rows_chunk, const uint32_t (&packed)[16],
-                                                 uint32_t value_at) const {
+  template <class F>
+  __device__ __forceinline__ void send_last_rows(int rows_chunk, const uint32_t (&packed)[16], uint32_t value_at,
+                                                 F&& send_rows) const {
     if constexpr (kKind == ScanKind::kSummary) return;
     const bool leader = warpgroup_thread() == 0;
     if (leader) tma_store_wait_read();
@@ -162,8 +163,8 @@ struct ScanState {
     put_rows(packed, value_at);
     fence_async_shared();
     sync_group();
+    send_rows(rows_chunk, leader);
     if (!leader) return;
-    bulk_store(rows + image(rows_chunk), shared.rows(), kTileBytes);
     tma_store_commit();
     tma_store_wait_read();
   }

@@ -2,7 +2,7 @@
 // other, so that dq and dk are summed in registers. Blocks stay and take items in turn.
 //
 //   warpgroups 0, 1   products                                        collective/gradient_consumer.cuh
-//   warpgroup 2       loads; <S, D>; <dW, v> and dv; dg and dbeta     collective/gradient_helpers.cuh
+//   warpgroup 2       loads; <dv, v>; dg and dbeta     collective/gradient_helpers.cuh
 #pragma once
 
 #include "common/device/dependent_launch.cuh"
