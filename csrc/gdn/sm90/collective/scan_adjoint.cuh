@@ -12,8 +12,8 @@
 namespace cula::gdn::sm90 {
 
 template <class T, int kKeyDim, ScanKind kKind>
-struct AdjointConsumer : ScanState<T, kKeyDim, kKind> {
-  using State = ScanState<T, kKeyDim, kKind>;
+struct AdjointConsumer : ScanState<T, kKeyDim, kKind, true> {
+  using State = ScanState<T, kKeyDim, kKind, true>;
   using State::args, State::unit, State::shared;
   using typename State::Shared;
 
@@ -96,18 +96,20 @@ struct AdjointConsumer : ScanState<T, kKeyDim, kKind> {
         x[4 * j + 2] *= f[j].x;
         x[4 * j + 3] *= f[j].y;
       }
-      mbarrier_wait(shared.scored_barrier(c & 1), (c >> 1) & 1);
+      const int buffer = c % kScoreBuffers;
+      mbarrier_wait(shared.scored_barrier(buffer), (c / kScoreBuffers) & 1);
       wgmma_fence();
 #pragma unroll
       for (int k = 0; k < kRows / 16; ++k) {  // X' += dO' P
         wgmma_rs_n64_transposed<T>(x, o + 4 * k,
-                                   wgmma_descriptor(score_operand + (c & 1) * (kTileBytes / 16), k * 2048));
+                                   wgmma_descriptor(score_operand + buffer * (kTileBytes / 16), k * 2048));
       }
       wgmma_commit();
       State::update(d, y, tiles, Shared::kQ);  // D' += (out_decay dO)' Q
       wgmma_commit();
       State::send(args.D, n - 1 - c, n - c, [&](int chunk, bool leader) { send_rows(chunk, leader); });
       wgmma_wait<1>();  // X
+      if (lane == 0) mbarrier_arrive(shared.read_barrier(buffer));
 #pragma unroll
       for (int i = 0; i < 16; ++i) w[i] = pack2<T>(x[2 * i], x[2 * i + 1]);
       wgmma_fence();

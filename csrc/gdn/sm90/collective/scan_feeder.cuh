@@ -1,30 +1,29 @@
-// The warpgroup of a scan that loads chunks by TMA, two ahead, and for the adjoint makes P = scale Q K^T o decay one
-// ahead.
+// The warpgroup of a scan that loads chunks by TMA, as many ahead as there are stages but one, and for the adjoint
+// makes P = scale Q K^T o decay one ahead.
 #pragma once
 
 #include "gdn/sm90/collective/scan_pipeline.cuh"
 
 namespace cula::gdn::sm90 {
 
-template <class T, int kKeyDim, bool kAdjoint>
-struct ScanFeeder {
-  using Shared = ScanShared<kKeyDim>;
+// Loads chunks, counted in the order of the pass. All by one thread.
+template <int kKeyDim, bool kAdjoint>
+struct ScanLoader {
+  using Shared = ScanShared<kKeyDim, kAdjoint>;
   static constexpr int kKeyTiles = Shared::kKeyTiles;
-  static constexpr int kTilesUsed = kAdjoint ? 2 * kKeyTiles + 2 : kKeyTiles + 2;
 
   const ScanArgs& args;
   const ScanUnit& unit;
   typename Shared::Map shared;
 
-  // Chunks count in the order of the pass.
   __device__ __forceinline__ int chunk_at(int step) const { return kAdjoint ? unit.num_chunks - 1 - step : step; }
 
   __device__ __forceinline__ void load(int step, int stage) const {
     const int chunk = chunk_at(step);
     const uint32_t barrier = shared.full_barrier(stage);
     const bool has_values = kAdjoint || !unit.is_transition;
-    const int tile_count = has_values ? kTilesUsed : kTilesUsed - 1;
-    mbarrier_arrive_expect(barrier, tile_count * kTileBytes + static_cast<int>(sizeof(ChunkFactors)));
+    const int absent = has_values ? 0 : kTileBytes;
+    mbarrier_arrive_expect(barrier, static_cast<int>(sizeof(typename Shared::Stage) + sizeof(ChunkFactors)) - absent);
     const uint32_t tiles = shared.stage(stage);
     BoxOrigin at = {0, unit.key_head, unit.token + chunk * kRows, unit.batch};
 #pragma unroll
@@ -43,24 +42,38 @@ struct ScanFeeder {
               sizeof(ChunkFactors), barrier);
   }
 
-  // Zeroes the rows past the sequence's end, which hold tokens of the next one.
-  __device__ __forceinline__ void trim(int stage, int thread) const {
+  // Zeroes the rows past the sequence's end, which hold tokens of the next one. By a warpgroup; a barrier must follow.
+  __device__ __forceinline__ void trim(int stage) const {
     const int pieces = (kRows - unit.tail_length) * 8;
 #pragma unroll 1
-    for (int tile = 0; tile < kTilesUsed; ++tile) {
+    for (int tile = 0; tile < Shared::kStageTiles; ++tile) {
       const uint32_t rows = shared.stage(stage) + tile * kTileBytes + unit.tail_length * 128;
 #pragma unroll 1
-      for (int i = thread; i < pieces; i += kWarpgroupThreads) {
+      for (int i = warpgroup_thread(); i < pieces; i += kWarpgroupThreads) {
         clear_shared_vector(rows + 16 * i);
       }
     }
     fence_async_shared();
+  }
+};
+
+template <class T, int kKeyDim, bool kAdjoint>
+struct ScanFeeder {
+  using Shared = ScanShared<kKeyDim, kAdjoint>;
+
+  const ScanArgs& args;
+  const ScanUnit& unit;
+  typename Shared::Map shared;
+
+  __device__ __forceinline__ static void sync_feeder() {
     sync_named(static_cast<int>(NamedBarrier::kLoader), kWarpgroupThreads);
-    if (thread == 0) mbarrier_arrive(shared.trimmed_barrier());
   }
 
-  // P = scale Q K^T o decay, on and below the diagonal, of the chunk in `stage`.
-  __device__ __forceinline__ void make_scores(uint32_t tiles, uint32_t factors, uint32_t target, int warp) const {
+  // P = scale Q K^T o decay, on and below the diagonal, of the chunk whose tiles these are. wait: until its place is
+  // free.
+  template <class F>
+  __device__ __forceinline__ void make_scores(uint32_t tiles, uint32_t factors, uint32_t target, int warp,
+                                              F&& wait) const {
     const int lane = lane_id();
     const int row = warp * 16 + lane / 4;
     const int column = 2 * (lane & 3);
@@ -84,6 +97,7 @@ struct ScanFeeder {
     const float gamma1 = load_shared(gammas + 4 * row + 32);
     const int first0 = load_shared_byte(firsts + row);
     const int first1 = load_shared_byte(firsts + row + 8);
+    wait();
     wgmma_wait<0>();
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -112,14 +126,15 @@ struct ScanFeeder {
     const int lane = lane_id();
     const int warp = warp_id() & 3;
     const int n = unit.num_chunks;
+    const ScanLoader<kKeyDim, kAdjoint> loader = {args, unit, shared};
     if (thread == 0) {
-      for (int c = 0; c < kStages - 1 && c < n; ++c) load(c, c);
+      for (int c = 0; c < kStages - 1 && c < n; ++c) loader.load(c, c);
     }
     if constexpr (kAdjoint) {  // above the diagonal blocks the buffers stay zero
       for (int i = thread; i < kScoreBuffers * kTileBytes / 16; i += kWarpgroupThreads) {
         clear_shared_vector(shared.score(0) + 16 * i);
       }
-      sync_named(static_cast<int>(NamedBarrier::kLoader), kWarpgroupThreads);
+      sync_feeder();
     }
     const uint32_t operand = wgmma_operand(shared.base);
     const uint32_t store_row = (warp * 16 + (lane & 7) + ((lane >> 3) & 1) * 8) * 128;
@@ -128,22 +143,34 @@ struct ScanFeeder {
 #pragma unroll 1
     for (int c = 0; c < n; ++c) {
       mbarrier_wait(shared.full_barrier(stage), phase);
-      if (chunk_at(c) == n - 1 && unit.tail_length < kRows) trim(stage, thread);
+      if (loader.chunk_at(c) == n - 1 && unit.tail_length < kRows) {
+        loader.trim(stage);
+        sync_feeder();
+        if (thread == 0) mbarrier_arrive(shared.trimmed_barrier());
+      }
       if constexpr (kAdjoint) {
+        const int buffer = c % kScoreBuffers;
         make_scores(operand + stage * (sizeof(typename Shared::Stage) / 16), shared.factor(stage),
-                    shared.score(c & 1) + store_row, warp);
+                    shared.score(buffer) + store_row, warp, [&] {
+                      if (c >= kScoreBuffers) {
+                        mbarrier_wait(shared.read_barrier(buffer), (c / kScoreBuffers - 1) & 1);
+                      }
+                    });
         fence_async_shared();
-        sync_named(static_cast<int>(NamedBarrier::kLoader), kWarpgroupThreads);
+        sync_warp();
+        if (lane == 0) mbarrier_arrive(shared.scored_barrier(buffer));
       }
       if (thread == 0) {
-        if (kAdjoint) mbarrier_arrive(shared.scored_barrier(c & 1));
         const int ahead = c + kStages - 1;
-        const int next = stage == 0 ? kStages - 1 : stage - 1;  // the stage of chunk c - 1, and of chunk c + 2
+        const int next = stage == 0 ? kStages - 1 : stage - 1;  // the stage of chunk c - 1
         if (c >= 1) mbarrier_wait(shared.empty_barrier(next), ((c - 1) / kStages) & 1);
-        if (ahead < n) load(ahead, next);
+        if (ahead < n) loader.load(ahead, next);
       }
-      // The scores of chunk c + 1 go where those of chunk c - 1 were: nobody goes on before these are read.
-      sync_named(static_cast<int>(NamedBarrier::kLoader), kWarpgroupThreads);
+      if constexpr (kAdjoint) {
+        sync_warp();
+      } else {
+        sync_feeder();  // else a warp might miss a whole phase of a stage, whose release does not wait for it
+      }
       if (++stage == kStages) {
         stage = 0;
         phase ^= 1;

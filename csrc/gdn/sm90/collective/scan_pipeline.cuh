@@ -10,6 +10,7 @@
 //   full[s]     the loads of stage s have landed              feeder -> consumer
 //   empty[s]    the consumer has left the chunk of stage s    consumer -> feeder
 //   scored[b]   P lies in buffer b                            feeder -> consumer
+//   read[b]     the consumer is done with it                  consumer -> feeder
 //   trimmed     the rows of the last chunk past its length have been zeroed in its tiles
 //
 // What a pass writes are images of tiles as they lie in shared memory, so that the gradient kernel loads them as plain
@@ -171,38 +172,35 @@ struct ScanUnit {
   bool is_transition;  // the state enters as the identity, and v counts as zero
 };
 
-template <int kKeyDim>
+template <int kKeyDim, bool kAdjoint>
 struct ScanShared {
   static constexpr int kKeyTiles = kKeyDim / 64;
+  static constexpr int kStageTiles = kAdjoint ? 2 * kKeyTiles + 2 : kKeyTiles + 2;
   struct Stage {
-    SwizzledTile k[kKeyTiles];
-    SwizzledTile values;  // V, or dO
-    SwizzledTile A;
-    SwizzledTile q[kKeyTiles];  // of the adjoint alone
+    SwizzledTile tiles[kStageTiles];  // K; V or dO; A; Q
   };
   Stage stages[kStages];
-  SwizzledTile scores[kScoreBuffers];
-  SwizzledTile state[kKeyTiles];  // on their way out
-  SwizzledTile rows;
+  SwizzledTile out[kKeyTiles + 1 + (kAdjoint ? kScoreBuffers : 0)];  // state and rows on their way out; scores
   ChunkFactors factors[kStages];
   uint64_t full[kStages];
   uint64_t empty[kStages];
   uint64_t scored[kScoreBuffers];
+  uint64_t read[kScoreBuffers];
   uint64_t trimmed;
-  ScanUnit unit;
 
   struct Map {
     uint32_t base;
     __device__ uint32_t stage(int s) const { return base + s * static_cast<uint32_t>(sizeof(Stage)); }
-    __device__ uint32_t score(int b) const { return at(offsetof(ScanShared, scores)) + b * kTileBytes; }
-    __device__ uint32_t state() const { return at(offsetof(ScanShared, state)); }
-    __device__ uint32_t rows() const { return at(offsetof(ScanShared, rows)); }
+    __device__ uint32_t state() const { return at(offsetof(ScanShared, out)); }
+    __device__ uint32_t rows() const { return state() + kKeyTiles * kTileBytes; }
+    __device__ uint32_t score(int b) const { return rows() + (1 + b) * kTileBytes; }
     __device__ uint32_t factor(int s) const {
       return at(offsetof(ScanShared, factors)) + s * static_cast<uint32_t>(sizeof(ChunkFactors));
     }
     __device__ uint32_t full_barrier(int s) const { return at(offsetof(ScanShared, full)) + 8 * s; }
     __device__ uint32_t empty_barrier(int s) const { return at(offsetof(ScanShared, empty)) + 8 * s; }
     __device__ uint32_t scored_barrier(int b) const { return at(offsetof(ScanShared, scored)) + 8 * b; }
+    __device__ uint32_t read_barrier(int b) const { return at(offsetof(ScanShared, read)) + 8 * b; }
     __device__ uint32_t trimmed_barrier() const { return at(offsetof(ScanShared, trimmed)); }
 
    private:
@@ -212,6 +210,20 @@ struct ScanShared {
   static constexpr int kValues = kKeyTiles * kTileBytes;
   static constexpr int kA = kValues + kTileBytes;
   static constexpr int kQ = kA + kTileBytes;
+
+  __device__ static void init(const Map& shared) {
+    constexpr int kWarps = kWarpgroupThreads / 32;
+    for (int s = 0; s < kStages; ++s) {
+      mbarrier_init(shared.full_barrier(s), 1);
+      mbarrier_init(shared.empty_barrier(s), 1);
+    }
+    for (int b = 0; b < kScoreBuffers; ++b) {
+      mbarrier_init(shared.scored_barrier(b), kWarps);
+      mbarrier_init(shared.read_barrier(b), kWarps);
+    }
+    mbarrier_init(shared.trimmed_barrier(), 1);
+    mbarrier_init_fence();
+  }
 };
 
 }  // namespace cula::gdn::sm90

@@ -9,8 +9,8 @@
 namespace cula::gdn::sm90 {
 
 template <class T, int kKeyDim, ScanKind kKind>
-struct RecomputeConsumer : ScanState<T, kKeyDim, kKind> {
-  using State = ScanState<T, kKeyDim, kKind>;
+struct RecomputeConsumer : ScanState<T, kKeyDim, kKind, false> {
+  using State = ScanState<T, kKeyDim, kKind, false>;
   using State::args, State::unit, State::shared;
   using typename State::Shared;
 

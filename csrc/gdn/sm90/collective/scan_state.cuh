@@ -5,9 +5,9 @@
 
 namespace cula::gdn::sm90 {
 
-template <class T, int kKeyDim, ScanKind kKind>
+template <class T, int kKeyDim, ScanKind kKind, bool kAdjoint>
 struct ScanState {
-  using Shared = ScanShared<kKeyDim>;
+  using Shared = ScanShared<kKeyDim, kAdjoint>;
   static constexpr int kStateRegisters = kKeyDim / 2;
   static constexpr int kKeyTiles = Shared::kKeyTiles;
 

@@ -160,7 +160,7 @@ struct StateStageConsumer {
   using Shared = StateStageShared<kKeyDim, kAdjoint>;
   static constexpr int kKeyTiles = Shared::kKeyTiles;
   static constexpr int kStateRegisters = kKeyDim / 2;
-  using State = ScanState<T, kKeyDim, ScanKind::kImages>;  // for what it does in registers
+  using State = ScanState<T, kKeyDim, ScanKind::kImages, false>;  // for what it does in registers
 
   const StateStageArgs& args;
   const StateStageUnit& unit;

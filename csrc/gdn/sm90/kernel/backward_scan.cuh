@@ -15,9 +15,14 @@
 
 namespace cula::gdn::sm90 {
 
+// One pass by the block; `unit` has been set by its first thread, and no barrier has been passed since.
 template <class T, int kKeyDim, ScanKind kKind, bool kAdjoint>
-__device__ __forceinline__ void run_scan(const ScanArgs& args, const ScanUnit& unit,
-                                         typename ScanShared<kKeyDim>::Map shared) {
+__device__ __forceinline__ void run_scan(const ScanArgs& args, const ScanUnit& unit, uint32_t memory) {
+  using Shared = ScanShared<kKeyDim, kAdjoint>;
+  const typename Shared::Map shared = {memory};
+  if (threadIdx.x == 0) Shared::init(shared);
+  sync_block();
+  wait_for_previous();
   if (warpgroup_id() == 1) {
     ScanFeeder<T, kKeyDim, kAdjoint>{args, unit, shared}.run();
   } else if constexpr (kAdjoint) {
@@ -26,6 +31,16 @@ __device__ __forceinline__ void run_scan(const ScanArgs& args, const ScanUnit& u
     RecomputeConsumer<T, kKeyDim, kKind>{{args, unit, shared}}.run();
   }
 }
+
+// Shared memory of a block that runs one pass, either.
+template <int kKeyDim>
+struct ScanMemory {
+  union {
+    ScanShared<kKeyDim, true> adjoint;
+    ScanShared<kKeyDim, false> recompute;
+  };
+  ScanUnit unit;
+};
 
 // All chunks of a segment; by one thread. What enters and leaves is the caller's.
 __device__ __forceinline__ void set_unit(ScanUnit& unit, const ScanArgs& args, const Segment& segment, int head,
@@ -44,25 +59,27 @@ __device__ __forceinline__ void set_unit(ScanUnit& unit, const ScanArgs& args, c
   unit.is_transition = false;
 }
 
-template <class Map>
-__device__ __forceinline__ void init_scan_barriers(const Map& shared) {
-  for (int s = 0; s < kStages; ++s) {
-    mbarrier_init(shared.full_barrier(s), 1);
-    mbarrier_init(shared.empty_barrier(s), 1);
+// The state behind the segment before, or the gradient in front of the next one; by one thread.
+template <int kKeyDim>
+__device__ __forceinline__ void set_states(ScanUnit& unit, const ScanArgs& args, const Segment& segment, int64_t place,
+                                           bool adjoint) {
+  const int64_t neighbour = (place + (adjoint ? 1 : -1)) * args.value_heads + unit.head;
+  if (adjoint) {
+    unit.enters = segment.is_last ? args.grad_final_state
+                                  : dense_state_arg(args.state_gradients, neighbour, args.value_dim(), kKeyDim);
+    if (segment.is_first) unit.leaves = args.dh0;
+  } else {
+    unit.enters =
+        segment.is_first ? args.initial_state : dense_state_arg(args.states, neighbour, args.value_dim(), kKeyDim);
   }
-  for (int b = 0; b < kScoreBuffers; ++b) mbarrier_init(shared.scored_barrier(b), 1);
-  mbarrier_init(shared.trimmed_barrier(), 1);
-  mbarrier_init_fence();
 }
 
 // Blocks: passes, places, value heads, 64-wide parts of the value columns, these fastest. The adjoint, which takes
 // longer, comes first.
 template <class T, int kKeyDim>
 __global__ void __launch_bounds__(kScanThreads, 1) backward_scan_kernel(const __grid_constant__ ScanArgs args) {
-  using Shared = ScanShared<kKeyDim>;
   unsigned char* scan_shared = swizzled_shared_memory();
-  Shared& memory = *reinterpret_cast<Shared*>(scan_shared);
-  const typename Shared::Map shared = {shared_address(scan_shared)};
+  ScanUnit& unit = reinterpret_cast<ScanMemory<kKeyDim>*>(scan_shared)->unit;
   const int heads = static_cast<int>(args.value_heads);
   const int units = args.places * heads * args.value_tiles;
   const bool adjoint = static_cast<int>(blockIdx.x) < units;
@@ -77,27 +94,14 @@ __global__ void __launch_bounds__(kScanThreads, 1) backward_scan_kernel(const __
     return;
   }
   if (threadIdx.x == 0) {
-    ScanUnit& unit = memory.unit;
     const int head = part / args.value_tiles;
     set_unit(unit, args, segment, head, part - head * args.value_tiles);
-    // The state behind the segment before, or the gradient in front of the next one.
-    const int64_t neighbour = (place + (adjoint ? 1 : -1)) * heads + head;
-    if (adjoint) {
-      unit.enters = segment.is_last ? args.grad_final_state
-                                    : dense_state_arg(args.state_gradients, neighbour, args.value_dim(), kKeyDim);
-      if (segment.is_first) unit.leaves = args.dh0;
-    } else {
-      unit.enters =
-          segment.is_first ? args.initial_state : dense_state_arg(args.states, neighbour, args.value_dim(), kKeyDim);
-    }
-    init_scan_barriers(shared);
+    set_states<kKeyDim>(unit, args, segment, place, adjoint);
   }
-  sync_block();
-  wait_for_previous();
   if (adjoint) {
-    run_scan<T, kKeyDim, ScanKind::kImages, true>(args, memory.unit, shared);
+    run_scan<T, kKeyDim, ScanKind::kImages, true>(args, unit, shared_address(scan_shared));
   } else {
-    run_scan<T, kKeyDim, ScanKind::kImages, false>(args, memory.unit, shared);
+    run_scan<T, kKeyDim, ScanKind::kImages, false>(args, unit, shared_address(scan_shared));
   }
 }
 
@@ -107,10 +111,8 @@ enum class SummaryPart { kGradient, kState, kTransition };
 // since there often is nothing to do.
 template <class T, int kKeyDim>
 __global__ void __launch_bounds__(kScanThreads, 1) backward_summary_kernel(const __grid_constant__ ScanArgs args) {
-  using Shared = ScanShared<kKeyDim>;
   unsigned char* summary_shared = swizzled_shared_memory();
-  Shared& memory = *reinterpret_cast<Shared*>(summary_shared);
-  const typename Shared::Map shared = {shared_address(summary_shared)};
+  ScanUnit& unit = reinterpret_cast<ScanMemory<kKeyDim>*>(summary_shared)->unit;
   const int heads = static_cast<int>(args.value_heads);
   const int units = args.places * heads;
   const int slice = static_cast<int>(blockIdx.x) / units;
@@ -154,7 +156,6 @@ __global__ void __launch_bounds__(kScanThreads, 1) backward_summary_kernel(const
       if (!wants_state || !wants_gradient || (state_known && gradient_known)) return;
   }
   if (threadIdx.x == 0) {
-    ScanUnit& unit = memory.unit;
     const int tile = slice - static_cast<int>(part) * args.value_tiles;
     set_unit(unit, args, segment, head, tile);
     if (part == SummaryPart::kTransition) {
@@ -178,13 +179,11 @@ __global__ void __launch_bounds__(kScanThreads, 1) backward_summary_kernel(const
         if (ahead.from_start) unit.enters = args.grad_final_state;
       }
     }
-    init_scan_barriers(shared);
   }
-  sync_block();
   if (part == SummaryPart::kGradient) {
-    run_scan<T, kKeyDim, ScanKind::kSummary, true>(args, memory.unit, shared);
+    run_scan<T, kKeyDim, ScanKind::kSummary, true>(args, unit, shared_address(summary_shared));
   } else {
-    run_scan<T, kKeyDim, ScanKind::kSummary, false>(args, memory.unit, shared);
+    run_scan<T, kKeyDim, ScanKind::kSummary, false>(args, unit, shared_address(summary_shared));
   }
 }
 

@@ -8,14 +8,11 @@ namespace cula::gdn::sm90 {
 
 template <class T, int kKeyDim>
 void launch_backward_scan_for(const ScanArgs& args, device::Stream stream) {
-  using Shared = ScanShared<kKeyDim>;
-  static_assert(sizeof(Shared) <= 227 * 1024);
+  const int64_t units = args.places * args.value_heads * args.value_tiles;
+  static_assert(sizeof(ScanMemory<kKeyDim>) <= 227 * 1024);
   device::launch_dependent<backward_scan_kernel<T, kKeyDim>>(
       "backward_scan",
-      {.blocks = 2 * args.places * args.value_heads * args.value_tiles,
-       .threads = kScanThreads,
-       .shared_bytes = sizeof(Shared),
-       .stream = stream},
+      {.blocks = 2 * units, .threads = kScanThreads, .shared_bytes = sizeof(ScanMemory<kKeyDim>), .stream = stream},
       args);
 }
 
@@ -25,7 +22,7 @@ void launch_backward_summary_for(const ScanArgs& args, device::Stream stream) {
       "backward_summary",
       {.blocks = args.places * args.value_heads * (2 * args.value_tiles + kKeyDim / 64),
        .threads = kScanThreads,
-       .shared_bytes = sizeof(ScanShared<kKeyDim>),
+       .shared_bytes = sizeof(ScanMemory<kKeyDim>),
        .stream = stream},
       args);
 }
