@@ -61,18 +61,17 @@ BackwardSchedule choose_backward_schedule(const BackwardSizes& sizes, const Back
     schedule.windows = std::max<int64_t>(divide_up(sizes.slots, window), 1);
     schedule.blocks = divide_up(segments * units, schedule.windows);
     const auto waves = [](int64_t blocks) { return static_cast<double>(divide_up(blocks, kMultiprocessors)); };
-    const double average = static_cast<double>(chunks) / static_cast<double>(std::max<int64_t>(segments, 1));
-    const double length = static_cast<double>(segment == 0 ? longest : std::min(segment, longest));
+    // A pass that starts inside a sequence goes through what the state there remembers first.
+    const int64_t cuts = segments - static_cast<int64_t>(sizes.sequences.size());
+    const int64_t remembered = segment == 0 ? 0 : std::clamp(longest - segment, int64_t{0}, costs.remembered_chunks);
+    const double average =
+        static_cast<double>(chunks + cuts * remembered) / static_cast<double>(std::max<int64_t>(segments, 1));
+    const double length = static_cast<double>(segment == 0 ? longest : std::min(segment, longest) + remembered);
     const double busy = std::min(1.0, static_cast<double>(schedule.blocks) / kMultiprocessors);
     const double chunk_us = costs.alone_chunk_us + busy * (costs.busy_chunk_us - costs.alone_chunk_us);
     schedule.microseconds = static_cast<double>(schedule.windows) *
                             (std::max(length, waves(schedule.blocks) * average) * chunk_us + costs.window_us);
-    if (segment != 0) {
-      const int64_t cuts = segments - static_cast<int64_t>(sizes.sequences.size());
-      const int64_t remembered = std::min(std::max(longest - segment, int64_t{0}), costs.remembered_chunks);
-      schedule.microseconds +=
-          waves(cuts * units) * static_cast<double>(remembered) * costs.alone_chunk_us + costs.summary_us;
-    }
+    if (segment != 0) schedule.microseconds += costs.summary_us;
     const double factor = segment != 0 && best.segment_chunks == 0 ? kGain : 1.0;
     if (!found || schedule.microseconds < best.microseconds * factor) best = schedule;
     found = true;

@@ -14,7 +14,7 @@ struct BackwardSchedule {
   int64_t window_slots = 0;    // slots of chunks whose states are kept at a time; with segments a multiple of those
   int64_t windows = 1;
   int64_t blocks = 0;       // of both scans of a window, on average
-  double microseconds = 0;  // what the model below expects of scans and summaries
+  double microseconds = 0;  // what the model below expects of the scans
 
   std::string describe() const;
 };
@@ -39,13 +39,13 @@ struct BackwardSizes {
 
 // The model's constants, and what bounds memory. None changes a result's correctness; segments change the order of
 // roundings. Those of scans were measured on an H200 with all multiprocessors at work; what a chunk takes with few of
-// them, and the summary, are estimates.
+// them, and the summary that has nothing to do, are estimates.
 struct BackwardCosts {
   double busy_chunk_us = 1.78;  // one chunk of a scan while every multiprocessor runs one
   double alone_chunk_us = 1.35;
   double window_us = 10.0;  // first loads and last stores of a window's kernels
-  double summary_us = 15.0;
-  // Chunks that a summary goes through, as in the forward (schedule.h).
+  double summary_us = 10.0;
+  // Chunks that a pass goes through before a segment, as in the forward (schedule.h).
   int64_t remembered_chunks = 28;
   int64_t shortest_segment = 8;  // chunks
   // Inputs that need less run in one window; windows of others hold 9/16 of their slots at most, and never more than

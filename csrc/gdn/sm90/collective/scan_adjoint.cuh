@@ -107,7 +107,7 @@ struct AdjointConsumer : ScanState<T, kKeyDim, kKind, true> {
       wgmma_commit();
       State::update(d, y, tiles, Shared::kQ);  // D' += (out_decay dO)' Q
       wgmma_commit();
-      State::send(args.D, n - 1 - c, n - c, [&](int chunk, bool leader) { send_rows(chunk, leader); });
+      State::send(c, args.D, n - 1 - c, n - c, [&](int chunk, bool leader) { send_rows(chunk, leader); });
       wgmma_wait<1>();  // X
       if (lane == 0) mbarrier_arrive(shared.read_barrier(buffer));
 #pragma unroll

@@ -165,6 +165,7 @@ struct ScanUnit {
   int key_head;
   int value_tile;
   int num_chunks;
+  int skipped;      // so many at the start of the pass lie outside the segment and leave nothing but the state
   int tail_length;  // of the last chunk; 64 if it is full
   int64_t sequence;
   TensorArg enters;  // the state, or its gradient; seen as [sequence, head, key, value]; none: zeros

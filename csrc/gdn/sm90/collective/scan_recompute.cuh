@@ -71,7 +71,7 @@ struct RecomputeConsumer : ScanState<T, kKeyDim, kKind, false> {
       wgmma_commit();
       const float chunk_decay = load_shared(shared.factor(stage) + offsetof(ChunkFactors, chunk_decay));
       load_factors(b, offsetof(ChunkFactors, to_end));
-      State::send(args.S, c, c - 1, send_rows);
+      State::send(c, args.S, c, c - 1, send_rows);
 #pragma unroll
       for (int i = 0; i < State::kStateRegisters; ++i) s[i] *= chunk_decay;
       wgmma_wait<0>();  // V''

@@ -141,16 +141,17 @@ struct ScanState {
                args.value_tiles +
            unit.value_tile;
   }
-  // Sends what was put: the state of `chunk`, and by send_rows(rows_chunk, leader), which all threads call, the rows of
-  // that chunk, if it is one.
+  // Sends what was put in a step: the state of `chunk`, and by send_rows(rows_chunk, leader), which all threads call,
+  // the rows of the chunk of the step before, if that is of the segment.
   template <class F>
-  __device__ __forceinline__ void send(SwizzledTile* states, int chunk, int rows_chunk, F&& send_rows) const {
+  __device__ __forceinline__ void send(int step, SwizzledTile* states, int chunk, int rows_chunk, F&& send_rows) const {
     if constexpr (kKind == ScanKind::kSummary) return;
     fence_async_shared();
     sync_group();
+    if (step < unit.skipped) return;
     const bool leader = warpgroup_thread() == 0;
     if (leader) bulk_store(states + image(chunk) * kKeyTiles, shared.state(), kKeyTiles * kTileBytes);
-    if (rows_chunk >= 0 && rows_chunk < unit.num_chunks) send_rows(rows_chunk, leader);
+    if (step > unit.skipped) send_rows(rows_chunk, leader);
     if (leader) tma_store_commit();
   }
   template <class F>
