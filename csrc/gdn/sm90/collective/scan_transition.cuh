@@ -13,8 +13,8 @@
 namespace cula::gdn::sm90 {
 
 template <class T, int kKeyDim>
-struct TransitionConsumer : ScanState<T, kKeyDim, ScanKind::kSummary> {
-  using State = ScanState<T, kKeyDim, ScanKind::kSummary>;
+struct TransitionConsumer : ScanState<T, kKeyDim, ScanKind::kSummary, false> {
+  using State = ScanState<T, kKeyDim, ScanKind::kSummary, false>;
   using State::args, State::unit, State::shared;
   using typename State::Shared;
 

@@ -8,6 +8,8 @@
 // gradient; the merge (backward_merge.cuh) makes states and gradients of that.
 #pragma once
 
+#include <type_traits>
+
 #include "common/device/dependent_launch.cuh"
 #include "gdn/sm90/collective/scan_adjoint.cuh"
 #include "gdn/sm90/collective/scan_feeder.cuh"
@@ -16,8 +18,8 @@
 namespace cula::gdn::sm90 {
 
 // One pass by the block; `unit` has been set by its first thread, and no barrier has been passed since.
-template <class T, int kKeyDim, ScanKind kKind, bool kAdjoint>
-__device__ __forceinline__ void run_scan(const ScanArgs& args, const ScanUnit& unit, uint32_t memory) {
+template <class T, int kKeyDim, bool kAdjoint, class Consumer>
+__device__ __forceinline__ void run_pass(const ScanArgs& args, const ScanUnit& unit, uint32_t memory) {
   using Shared = ScanShared<kKeyDim, kAdjoint>;
   const typename Shared::Map shared = {memory};
   if (threadIdx.x == 0) Shared::init(shared);
@@ -25,11 +27,16 @@ __device__ __forceinline__ void run_scan(const ScanArgs& args, const ScanUnit& u
   wait_for_previous();
   if (warpgroup_id() == 1) {
     ScanFeeder<T, kKeyDim, kAdjoint>{args, unit, shared}.run();
-  } else if constexpr (kAdjoint) {
-    AdjointConsumer<T, kKeyDim, kKind>{{args, unit, shared}}.run();
   } else {
-    RecomputeConsumer<T, kKeyDim, kKind>{{args, unit, shared}}.run();
+    Consumer{{args, unit, shared}}.run();
   }
+}
+
+template <class T, int kKeyDim, ScanKind kKind, bool kAdjoint>
+__device__ __forceinline__ void run_scan(const ScanArgs& args, const ScanUnit& unit, uint32_t memory) {
+  using Consumer =
+      std::conditional_t<kAdjoint, AdjointConsumer<T, kKeyDim, kKind>, RecomputeConsumer<T, kKeyDim, kKind>>;
+  run_pass<T, kKeyDim, kAdjoint, Consumer>(args, unit, memory);
 }
 
 // Shared memory of a block that runs one pass, either.

@@ -76,11 +76,9 @@ __device__ __forceinline__ void transpose_columns(const SequenceSummaryArgs& arg
 template <class T, int kKeyDim, bool kAdjoint>
 __global__ void __launch_bounds__(kScanThreads, 1)
     sequence_summary_kernel(const __grid_constant__ SequenceSummaryArgs args) {
-  using Shared = ScanShared<kKeyDim>;
-  constexpr int kKeyTiles = Shared::kKeyTiles;
+  constexpr int kKeyTiles = kKeyDim / 64;
   unsigned char* sequence_shared = swizzled_shared_memory();
-  Shared& memory = *reinterpret_cast<Shared*>(sequence_shared);
-  const typename Shared::Map shared = {shared_address(sequence_shared)};
+  ScanUnit& unit = reinterpret_cast<ScanMemory<kKeyDim>*>(sequence_shared)->unit;
   const int heads = static_cast<int>(args.scan.value_heads);
   const int slice = static_cast<int>(blockIdx.x) / heads;
   const int head = static_cast<int>(blockIdx.x) - slice * heads;
@@ -94,7 +92,6 @@ __global__ void __launch_bounds__(kScanThreads, 1)
   const Sequence sequence = find_sequence(args.scan.segments.sequences, 0);
   const LookBack back = look_from_end<kAdjoint>(args, sequence, head, segment.num_chunks);
   if (threadIdx.x == 0) {
-    ScanUnit& unit = memory.unit;
     set_unit(unit, args.scan, segment, head, of_map ? slice : slice - kKeyTiles);
     unit.batch += args.batch;
     unit.leaves = of_map ? args.map : args.summary;
@@ -111,15 +108,11 @@ __global__ void __launch_bounds__(kScanThreads, 1)
       unit.slot += unit.num_chunks - back.chunks;
       unit.num_chunks = back.chunks;
     }
-    init_scan_barriers(shared);
   }
-  sync_block();
-  if (!of_map) {
-    run_scan<T, kKeyDim, ScanKind::kSummary, kAdjoint>(args.scan, memory.unit, shared);
-  } else if (warpgroup_id() == 1) {
-    ScanFeeder<T, kKeyDim, false>{args.scan, memory.unit, shared}.run();
+  if (of_map) {
+    run_pass<T, kKeyDim, false, TransitionConsumer<T, kKeyDim>>(args.scan, unit, shared_address(sequence_shared));
   } else {
-    TransitionConsumer<T, kKeyDim>{{args.scan, memory.unit, shared}}.run();
+    run_scan<T, kKeyDim, ScanKind::kSummary, kAdjoint>(args.scan, unit, shared_address(sequence_shared));
   }
 }
 

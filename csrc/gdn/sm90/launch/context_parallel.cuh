@@ -8,7 +8,7 @@ namespace cula::gdn::sm90 {
 
 template <class T, int kKeyDim, bool kAdjoint>
 void launch_summary_of_sequence(const SequenceSummaryArgs& args, device::Stream stream) {
-  static_assert(sizeof(ScanShared<kKeyDim>) <= 227 * 1024);
+  static_assert(sizeof(ScanMemory<kKeyDim>) <= 227 * 1024);
   const int64_t slots = args.factors.sequences.num_slots();
   const auto factor_shape = [&](int64_t chunks) {
     const int64_t items = chunks * args.scan.value_heads;
@@ -25,7 +25,7 @@ void launch_summary_of_sequence(const SequenceSummaryArgs& args, device::Stream 
       kAdjoint ? "sequence_adjoint_summary" : "sequence_summary",
       {.blocks = args.scan.value_heads * (args.scan.value_tiles + kKeyDim / 64),
        .threads = kScanThreads,
-       .shared_bytes = sizeof(ScanShared<kKeyDim>),
+       .shared_bytes = sizeof(ScanMemory<kKeyDim>),
        .stream = stream},
       args);
 }
