@@ -93,6 +93,8 @@ test-gpu: $(gpu_library)
 	  --backends cuda$$($(is_hopper) && echo ,sm90)
 	! $(GPU_PYTHON) -c 'import tvm_ffi' || $(gpu_package) $(GPU_PYTHON) tests/gpu/run_cp.py --library $(gpu_library) \
 	  --no-timing
+	! $(GPU_PYTHON) -c 'import torch, tvm_ffi; exit(torch.cuda.device_count() < 2)' || \
+	  $(gpu_package) $(GPU_PYTHON) tests/gpu/run_nccl.py --ranks 2 --no-timing
 
 # Those that run by backend.
 gpu_tests = $(wildcard tests/python/test_cases_*.py) $(addprefix tests/python/test_,stages.py operator.py autograd.py \
