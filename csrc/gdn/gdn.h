@@ -121,7 +121,8 @@ class Plan {
   // `saves_for_backward`: whether SavedTensors will be passed.
   size_t forward_workspace_bytes(bool saves_for_backward) const;
   size_t backward_workspace_bytes() const;
-  // For these tensors: more, if the backend can not take them as they lie and gives them to another (describe says).
+  // For these tensors: more, if the backend can not take them as they lie and gives them to another (describe says), or
+  // if it lays down there what would be an output that is not wanted.
   size_t backward_workspace_bytes(const BackwardTensors& tensors) const;
 
   // What was decided and why, for people.

@@ -422,6 +422,8 @@ TEST(HopperBackwardSchedule, WindowsBoundMemoryAndPartNoSegment) {
           const gdn::sm90::BackwardSchedule schedule = choose_backward_schedule(sizes, costs);
           SCOPED_TRACE(schedule.describe());
           ASSERT_GT(schedule.window_slots, 0);
+          // S, D and V' of each value head.
+          EXPECT_EQ(sizes.slot_bytes(), 2 * heads * (2 * dim * dim + 64 * dim));
           EXPECT_EQ(schedule.windows,
                     std::max<int64_t>(1, (sizes.slots + schedule.window_slots - 1) / schedule.window_slots));
           EXPECT_LE(std::min(schedule.window_slots, sizes.slots) * sizes.slot_bytes(),

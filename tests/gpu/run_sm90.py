@@ -289,6 +289,19 @@ def small_workspace(run: Runner) -> None:
     missing = [part for part in wanted if part not in text]
     run.report(name, dict.fromkeys(missing, (INFINITY, 0.0)) or {"as expected": (0.0, 0.0)})
     run.operator("unaligned operands", shape, Options(unaligned=True))
+    # dv is on the way to the other gradients: where it is not wanted, the workspace holds it.
+    t = to_device(make_inputs(shape, Options()), run.device)
+    run.forward(shape, Options(), t, saved=saved)
+    library.cula_backward_workspace = lambda plan, _: library.cula_workspace(plan, 2)
+    text = "no error"
+    try:
+        run.backward(shape, Options(), t, saved, ("q", "k"))
+    except LibraryError as raised:
+        text = str(raised)
+    finally:
+        library.cula_backward_workspace = exact
+    missing = [part for part in ("ValueError", "workspace: expected", "there is no dv") if part not in text]
+    run.report("workspace too small without dv", dict.fromkeys(missing, (INFINITY, 0.0)) or {"as expected": (0.0, 0.0)})
 
 
 def overflow(run: Runner) -> None:

@@ -133,7 +133,7 @@ struct GradientHelpers {
           sum = group_sum<8>(sum);
           if (piece == 0) memory.sums[buffer].values[row] = sum;
           const float beta = load_shared(betas + 4 * row);
-          if (row < item.length && is_small<T>(beta)) {
+          if (row < item.length && is_small_beta<T>(beta)) {
             T* out = static_cast<T*>(args.dv.data) +
                      args.dv.offset(item.batch, item.token + row, item.key_head * args.group + j);
             const auto scaled = [beta](uint32_t pair) {

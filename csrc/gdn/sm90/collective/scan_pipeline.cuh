@@ -47,17 +47,17 @@ struct BackwardMaps {
 template <class T>
 inline constexpr float kSmallBeta = kDTypeOf<T> == DType::kFloat16 ? 0x1p-4f : 0x1p-32f;
 template <class T>
-__device__ __forceinline__ bool is_small(float beta) {
+__device__ __forceinline__ bool is_small_beta(float beta) {
   return !(fabsf(beta) >= kSmallBeta<T>);  // NaN is
 }
 // What such a place holds is row_scale dW, and row_weight of that is beta dW.
 template <class T>
 __device__ __forceinline__ float row_scale(float beta) {
-  return is_small<T>(beta) ? 1.0f : beta;
+  return is_small_beta<T>(beta) ? 1.0f : beta;
 }
 template <class T>
 __device__ __forceinline__ float row_weight(float beta) {
-  return is_small<T>(beta) ? beta : 1.0f;
+  return is_small_beta<T>(beta) ? beta : 1.0f;
 }
 
 // The backward pass goes through the slots of chunks in windows, the last one first, so that what the scans leave for
