@@ -113,39 +113,31 @@ struct GradientHelpers {
         mbarrier_wait(shared.full_barrier(v.slot), v.phase);
 #pragma unroll 1
         for (int row = first_row; row < kRows; row += kRowsAtOnce) {
-          const uint32_t at = swizzled(row, piece);
-          uint4 x[kValueTiles];
           float sum = 0.0f;
-#pragma unroll
-          for (int i = 0; i < kValueTiles; ++i) {
-            x[i] = load_shared_vector(shared.slot(dv.slot) + i * kTileBytes + at);
-            const uint4 y = load_shared_vector(shared.slot(v.slot) + i * kTileBytes + at);
-            const auto add = [&](uint32_t gradient, uint32_t value) {
-              const float2 a = unpack2<T>(gradient);
-              const float2 b = unpack2<T>(value);
-              sum += a.x * b.x + a.y * b.y;
-            };
-            add(x[i].x, y.x);
-            add(x[i].y, y.y);
-            add(x[i].z, y.z);
-            add(x[i].w, y.w);
-          }
-          sum = group_sum<8>(sum);
-          if (piece == 0) memory.sums[buffer].values[row] = sum;
-          const float beta = load_shared(betas + 4 * row);
-          if (row < item.length && is_small_beta<T>(beta)) {
-            T* out = static_cast<T*>(args.dv.data) +
-                     args.dv.offset(item.batch, item.token + row, item.key_head * args.group + j);
-            const auto scaled = [beta](uint32_t pair) {
-              const float2 a = unpack2<T>(pair);
-              return pack2<T>(beta * a.x, beta * a.y);
+          if (row < item.length) {  // the consumers clear the rows behind these
+            const uint32_t at = swizzled(row, piece);
+            const float beta = load_shared(betas + 4 * row);
+            const auto store = [&](int i, const uint4& x) {
+              const int head = item.key_head * args.group + j;
+              T* out = static_cast<T*>(args.dv.data) + args.dv.offset(item.batch, item.token + row, head);
+              *reinterpret_cast<uint4*>(out + 64 * i + 8 * piece) = x;
             };
 #pragma unroll
             for (int i = 0; i < kValueTiles; ++i) {
-              *reinterpret_cast<uint4*>(out + 8 * piece + 64 * i) = {scaled(x[i].x), scaled(x[i].y), scaled(x[i].z),
-                                                                     scaled(x[i].w)};
+              const uint4 x = load_shared_vector(shared.slot(dv.slot) + i * kTileBytes + at);
+              const uint4 y = load_shared_vector(shared.slot(v.slot) + i * kTileBytes + at);
+              const auto take = [&](uint32_t gradient, uint32_t value) {
+                const float2 a = unpack2<T>(gradient);
+                const float2 b = unpack2<T>(value);
+                sum += a.x * b.x + a.y * b.y;
+                return pack2<T>(beta * a.x, beta * a.y);
+              };
+              const uint4 scaled = {take(x.x, y.x), take(x.y, y.y), take(x.z, y.z), take(x.w, y.w)};
+              if (is_small_beta<T>(beta)) store(i, scaled);
             }
           }
+          sum = group_sum<8>(sum);
+          if (piece == 0) memory.sums[buffer].values[row] = sum;
         }
         sync_warp();
         if (lane_id() == 0) {
