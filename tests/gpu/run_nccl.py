@@ -237,7 +237,7 @@ class Ranks:
 
 
 class Fla:
-    """FLA's operator, with stages of ours where `stages` says so."""
+    """FLA's operator. With stages of ours in place of its own, unless `own_stages`; always of the one that it refuses."""
 
     def __init__(self, own_stages: bool) -> None:
         from fla_exchange import STAGES, one_configuration, replaced
@@ -250,11 +250,9 @@ class Fla:
         kept = [] if own_stages else list(STAGES)
         ours = {name: STAGES[name][0] for name in kept or ("chunk_bwd_dqkwg",) if hasattr(chunk, name)}
 
-        def operator(*args: Any, **kwargs: Any) -> Any:
-            return chunk_gated_delta_rule(*args, **kwargs)
-
-        self.operator = operator
-        contextlib.ExitStack().enter_context(replaced(chunk, ours))
+        self.operator = chunk_gated_delta_rule
+        self.stages = contextlib.ExitStack()  # kept, or the stages would be put back
+        self.stages.enter_context(replaced(chunk, ours))
 
 
 def serve(rank: int, arguments: argparse.Namespace, folder: str) -> None:

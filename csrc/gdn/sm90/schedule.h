@@ -14,8 +14,9 @@ inline constexpr int kMultiprocessors = 132;  // of an H100 or H200 SXM; a tunin
 // Whether this backend has kernels for a problem; if not, why (for error messages and Plan::describe).
 bool takes(const Problem& problem, std::string* reason = nullptr);
 
-// Sequences that are put in order, at most: prepare's first block compares each with each.
-inline constexpr size_t kMostOrdered = 512;
+// Sequences that are put in order, at most: a thread of prepare's first block ranks one, comparing it with each, before
+// the block's own work. With more sequences than that the last ones to start are a small part of all.
+inline constexpr size_t kMostOrdered = 128;
 
 struct Schedule {
   int value_tiles = 1;         // 64-wide blocks of value columns a thread block advances

@@ -21,10 +21,12 @@ void launch_normalize(const NormalizeArgs& args, const KernelShape& shape, devic
 
 template <class T, int kKeyDim, int kKeyHeads>
 void launch_prepare_for(const PrepareArgs& args, device::Stream stream) {
+  using Shared = PrepareShared<kKeyDim, kKeyHeads>;
+  static_assert(prepare_occupancy(kKeyHeads) * (sizeof(Shared) + 1024) <= 228 * 1024);  // 1 KB a block is taken already
   device::launch<prepare_kernel<T, kKeyDim, kKeyHeads>>("prepare",
                                                         {.blocks = args.sequences.num_slots() * args.head_blocks,
                                                          .threads = kPrepareThreads,
-                                                         .shared_bytes = sizeof(PrepareShared<kKeyDim, kKeyHeads>),
+                                                         .shared_bytes = sizeof(Shared),
                                                          .stream = stream},
                                                         args);
 }
