@@ -5,9 +5,9 @@
 
 Rows of FLA's own test of context parallelism for this number of ranks, in bfloat16: outputs and gradients of each rank
 against the operator without context parallelism on the whole stream, within FLA's tolerance, and against float64, with
-at most 1.5 times the error of the whole stream's. Then groups of both libraries, where flash-linear-attention is there:
-some ranks run its operator with its own summaries, exchange and merges, the others ours, all with FLA's contexts. Then
-how much of the gathers runs under other kernels, and the time of forward and backward over all ranks against one.
+at most 1.5 times the error of the whole stream's. Then how much of the gathers runs under other kernels, and the time
+of forward and backward over all ranks against one. Then, where flash-linear-attention is there, groups of both:
+some ranks run its operator with its own summaries, exchange and merges, the others ours, all with FLA's contexts.
 Prints one line a check; ends with a status other than 0 if any failed.
 
 On the CPU the ranks are processes through gloo. Needs the installed package (or CULA_GDN_LIBRARY). On Hopper FLA
@@ -237,7 +237,7 @@ class Ranks:
 
 
 class Fla:
-    """FLA's operator. With stages of ours in place of its own, unless `own_stages`; always of the one that it refuses."""
+    """FLA's operator, with stages of ours unless `own_stages`, and always with ours of the one that it refuses."""
 
     def __init__(self, own_stages: bool) -> None:
         from fla_exchange import STAGES, one_configuration, replaced
