@@ -114,10 +114,11 @@ class Plan {
     return static_cast<int64_t>(sequences_.size()) * problem_.value_heads * value_blocks();
   }
 
-  // How the backends run it, chosen once.
+  // How the backends run it, chosen once, by whoever asks first.
   const Schedules& schedules() const { return *schedules_; }
 
-  // Bytes of workspace, exactly what forward and backward use. Alignment: 64 bytes.
+  // Bytes of workspace, exactly what forward and backward use; backward, where all gradients are wanted and the tensors
+  // are laid out as the backend takes them. Alignment: 64 bytes.
   // `saves_for_backward`: whether SavedTensors will be passed.
   size_t forward_workspace_bytes(bool saves_for_backward) const;
   size_t backward_workspace_bytes() const;
@@ -196,7 +197,8 @@ struct BackwardTensors {
   const DLTensor* grad_output = nullptr;       // do [B, T, HV, V] float type
   const DLTensor* grad_final_state = nullptr;  // dht [N, HV, K, V] float type; optional, zeros if absent
   // Results. A missing pointer means that this gradient is not wanted. Each may be of any float type and is rounded
-  // once, from the accumulator, when it is stored.
+  // once, from the accumulator, when it is stored. None may share memory with an input, which is still read when a
+  // result is written.
   DLTensor* dq = nullptr;                // like q
   DLTensor* dk = nullptr;                // like k
   DLTensor* dv = nullptr;                // like v

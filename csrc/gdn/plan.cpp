@@ -130,7 +130,7 @@ Plan Plan::make(const Problem& problem, const ScheduleOptions& options) {
   const int64_t most_units =
       std::max(2 * plan.sequential_units(), static_cast<int64_t>(plan.chunks_.size()) * problem.value_heads);
   plan.num_threads_ = static_cast<int>(std::clamp<int64_t>(most_units, 1, plan.num_threads_));
-  plan.schedules_ = std::make_shared<const Schedules>(choose_schedules(plan, options));
+  plan.schedules_ = std::make_shared<const Schedules>(options);
   return plan;
 }
 
@@ -158,17 +158,18 @@ std::string Plan::describe() const {
                    ", sequential units: ", sequential_units(), " of ", value_block_, " state columns");
   }
   if (backend_ == Backend::kCuda) {
-    const ScanCut& scan = schedules_->scan;
+    const ScanCut& scan = schedules_->scan(*this);
     text += concat("\n  passes over the chunks: ", scan.schedule.describe(scan.longest));
   }
   if (backend_ == Backend::kCuda) {
-    text += concat("\n  context parallelism: summaries and merges backend cuda, ", schedules_->summary.value_block(),
-                   " columns a block forward, ", schedules_->adjoint_summary.value_block(), " backward");
+    text +=
+        concat("\n  context parallelism: summaries and merges backend cuda, ", schedules_->summary(*this).value_block(),
+               " columns a block forward, ", schedules_->adjoint_summary(*this).value_block(), " backward");
   }
   if (backend_ == Backend::kSm90) {
     text += "\n  context parallelism: summaries backend sm90, merges backend cuda";
-    text += concat("\n  forward: ", schedules_->sm90_forward.describe(),
-                   "\n  backward: ", schedules_->sm90_backward.describe(),
+    text += concat("\n  forward: ", schedules_->sm90_forward(*this).describe(),
+                   "\n  backward: ", schedules_->sm90_backward(*this).describe(),
                    "\n  stages intra, recompute_w_u, fwd_h, fwd_o, dv_local, dhu, dqkwg and wy backward: backend sm90",
                    "\n  other stages, decoding, and operands whose rows are not aligned to 16 bytes: backend cuda");
   }

@@ -1,7 +1,8 @@
-// How the calls of a plan run: chosen once, when the plan is made, and read by every call.
+// How the calls of a plan run: each part chosen once, by the first call that needs it.
 #pragma once
 
 #include <cstdint>
+#include <mutex>
 #include <vector>
 
 #include "gdn/cpu/batches.h"
@@ -19,20 +20,46 @@ struct ScheduleOptions {
   sm90::BackwardCosts backward_costs = {};
 };
 
-// Those of other backends than the plan's are empty, but that sm90 hands calls to cuda.
-struct Schedules {
-  std::vector<cpu::Batch> forward_batches;
-  std::vector<cpu::Batch> backward_batches;
+// A value that is made when it is first asked for, by whichever thread that is.
+template <class T>
+class Once {
+ public:
+  template <class F>
+  const T& get(F&& make) const {
+    std::call_once(made_, [&] { value_ = make(); });
+    return value_;
+  }
 
-  ScanCut scan;                  // cuda's passes over the chunks
-  ScanSchedule summary;          // of context parallelism: of S_ext and M
-  ScanSchedule adjoint_summary;  // of dS_ext
-
-  sm90::Schedule sm90_forward;
-  sm90::BackwardSchedule sm90_backward;
+ private:
+  mutable std::once_flag made_;
+  mutable T value_ = {};
 };
 
-// Of a plan that has all but its schedules.
-Schedules choose_schedules(const Plan& plan, const ScheduleOptions& options);
+// Of one plan, which every function takes. Choosing takes time where sequences are many (a millisecond for the backward
+// pass of 2000), and a plan is often made for one call.
+class Schedules {
+ public:
+  explicit Schedules(const ScheduleOptions& options) : options_(options) {}
+
+  const std::vector<cpu::Batch>& forward_batches(const Plan& plan) const;
+  const std::vector<cpu::Batch>& backward_batches(const Plan& plan) const;
+
+  const ScanCut& scan(const Plan& plan) const;                  // cuda's passes over the chunks
+  const ScanSchedule& summary(const Plan& plan) const;          // of context parallelism: of S_ext and M
+  const ScanSchedule& adjoint_summary(const Plan& plan) const;  // of dS_ext
+
+  const sm90::Schedule& sm90_forward(const Plan& plan) const;
+  const sm90::BackwardSchedule& sm90_backward(const Plan& plan) const;
+
+ private:
+  ScheduleOptions options_;
+  Once<std::vector<cpu::Batch>> forward_batches_;
+  Once<std::vector<cpu::Batch>> backward_batches_;
+  Once<ScanCut> scan_;
+  Once<ScanSchedule> summary_;
+  Once<ScanSchedule> adjoint_summary_;
+  Once<sm90::Schedule> sm90_forward_;
+  Once<sm90::BackwardSchedule> sm90_backward_;
+};
 
 }  // namespace cula::gdn

@@ -408,7 +408,8 @@ TEST(BitwiseLarge, BatchesOfHeadsAndSequences) {
   c.problem.sequence_offsets = {{0, 1000, 1000, 2450}};
   c.problem.use_gate = true;
   c.problem.num_threads = 2;
-  ASSERT_GT(gdn::Plan::make(c.problem).schedules().backward_batches.size(), 2);
+  const gdn::Plan plan = gdn::Plan::make(c.problem);
+  ASSERT_GT(plan.schedules().backward_batches(plan).size(), 2);
   const Operands x = make_operands(c);
   const Results all = run(c, x);
   for (const int64_t head : {0, 3}) {

@@ -1,6 +1,7 @@
 // The plan as a pure function of a problem.
 #include <algorithm>
 #include <cmath>
+#include <thread>
 #include <tuple>
 
 #include "gdn/cpu/batches.h"
@@ -474,20 +475,29 @@ TEST(HopperSchedule, SequencesStayWholeWhereThatIsAskedFor) {
   }
 }
 
-TEST(Schedules, AreChosenWithThePlan) {
+TEST(Schedules, AreChosenOnce) {
   gdn::Problem problem = problem_of(1, 5000);
   problem.heads = problem.value_heads = 16;
   problem.key_dim = problem.value_dim = 128;
   problem.num_threads = 2;
   const gdn::Plan plan = gdn::Plan::make(problem);
   const gdn::Schedules& schedules = plan.schedules();
-  EXPECT_EQ(schedules.forward_batches.size(), 1u);
-  EXPECT_GT(schedules.backward_batches.size(), 1u);
-  for (const auto* batches : {&schedules.forward_batches, &schedules.backward_batches}) {
+  EXPECT_EQ(schedules.forward_batches(plan).size(), 1u);
+  EXPECT_GT(schedules.backward_batches(plan).size(), 1u);
+  for (const auto* batches : {&schedules.forward_batches(plan), &schedules.backward_batches(plan)}) {
     EXPECT_EQ(batches->back().end_slot, static_cast<int64_t>(plan.chunks().size()) * problem.heads);
   }
   const gdn::Plan copy = plan;
   EXPECT_EQ(&copy.schedules(), &schedules);
+  // By several threads that ask at once.
+  const gdn::Plan fresh = gdn::Plan::make(problem);
+  std::vector<const void*> seen(8);
+  std::vector<std::thread> threads;
+  for (const void*& place : seen) {
+    threads.emplace_back([&] { place = fresh.schedules().backward_batches(fresh).data(); });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(std::count(seen.begin(), seen.end(), fresh.schedules().backward_batches(fresh).data()), 8);
 }
 
 // Lengths of sequences that a batch holds beside one of kLength tokens.

@@ -67,7 +67,8 @@ struct BackwardWorkspace {
 }  // namespace
 
 size_t backward_workspace_bytes(const Plan& plan) {
-  return BackwardWorkspace(plan.problem(), plan.schedules().scan, element_type(plan), WorkspaceCutter(nullptr)).bytes;
+  return BackwardWorkspace(plan.problem(), plan.schedules().scan(plan), element_type(plan), WorkspaceCutter(nullptr))
+      .bytes;
 }
 
 void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, Stream stream_handle) {
@@ -75,7 +76,7 @@ void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, S
   const Problem& problem = call.problem;
   const device::DeviceGuard guard(problem.device.device_id);
   const auto stream = static_cast<device::Stream>(stream_handle);
-  const ScanCut& cut = plan.schedules().scan;
+  const ScanCut& cut = plan.schedules().scan(plan);
   const SequenceTable segments = split_table(call.sequences, cut);
   const BackwardWorkspace space(problem, cut, call.dtype, WorkspaceCutter(workspace.data));
   const SavedTensors& saved = *t.saved;
@@ -206,7 +207,8 @@ void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, S
     const auto through_norm = [&](const DLTensor* y, const DLTensor* rstd, const DLTensor* dx) {
       if (dx == nullptr) return;
       launch_l2norm_backward(rows_arg(y, "saved", false), rows_arg(rstd, "rstd", true), rows_arg(dx, "dx", false),
-                             rows_arg(dx, "dx", false), call.token_rows * problem.heads, key_dim, stream);
+                             rows_arg(dx, "dx", false), call.token_rows * problem.heads, key_dim, call.sequences,
+                             problem.heads, stream);
     };
     through_norm(saved.q_normalized, saved.q_rstd, t.dq);
     through_norm(saved.k_normalized, saved.k_rstd, t.dk);

@@ -109,7 +109,7 @@ void cp_summarize(const Plan& plan, const cp::Summary& t, Workspace workspace, S
   const GateArgs gates = operator_gates(call, t.g, t.beta, t.A_log, t.dt_bias);
   const TensorArg start = state_arg(t.initial_state, "initial_state", problem.state_v_first);
   const TensorArg summary = state_arg(t.summary, "summary", false);
-  const bool narrow = plan.schedules().summary.narrow;
+  const bool narrow = plan.schedules().summary(plan).narrow;
   for (size_t entry = 0; entry < t.sequences.size(); ++entry) {
     const auto place = static_cast<int64_t>(entry);
     const SequenceInput in(call, call.sequences, t.sequences[entry], k, A, gates);
@@ -141,7 +141,7 @@ void cp_summarize_adjoint(const Plan& plan, const cp::AdjointSummary& t, Workspa
   const TensorArg start = state_arg(t.grad_final_state, "dht", problem.state_v_first);
   const TensorArg transition = state_arg(t.transition, "transition", false);
   const TensorArg summary = state_arg(t.summary, "summary", false);
-  const bool narrow = plan.schedules().adjoint_summary.narrow;
+  const bool narrow = plan.schedules().adjoint_summary(plan).narrow;
   for (size_t entry = 0; entry < t.sequences.size(); ++entry) {
     const auto place = static_cast<int64_t>(entry);
     const SequenceInput in(call, call.sequences, t.sequences[entry], k, A, gates);

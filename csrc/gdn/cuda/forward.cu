@@ -47,7 +47,7 @@ RowsArg dense_rows(void* data, DType dtype, int64_t rows, int64_t columns) {
 }  // namespace
 
 size_t forward_workspace_bytes(const Plan& plan, bool saves_for_backward) {
-  return ForwardWorkspace(plan.problem(), plan.schedules().scan, element_type(plan), saves_for_backward,
+  return ForwardWorkspace(plan.problem(), plan.schedules().scan(plan), element_type(plan), saves_for_backward,
                           WorkspaceCutter(nullptr))
       .bytes;
 }
@@ -60,7 +60,7 @@ void run_forward(const Plan& plan, const ForwardTensors& t, Workspace workspace,
   const device::DeviceGuard guard(problem.device.device_id);
   const auto stream = static_cast<device::Stream>(stream_handle);
   const bool saves = t.saved != nullptr;
-  const ScanCut& cut = plan.schedules().scan;
+  const ScanCut& cut = plan.schedules().scan(plan);
   const ForwardWorkspace space(problem, cut, call.dtype, saves,
                                WorkspaceCutter(halves.advance ? workspace.data : nullptr));
   const int64_t rows = call.token_rows;

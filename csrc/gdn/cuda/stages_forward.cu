@@ -50,7 +50,7 @@ void l2norm_fwd(const Plan& plan, const stages::L2NormForward& t, Stream stream)
 void l2norm_bwd(const Plan& plan, const stages::L2NormBackward& t, Stream stream) {
   const auto guard = guard_of(plan);
   launch_l2norm_backward(rows_arg(t.y, "y", false), rows_arg(t.rstd, "rstd", true), rows_arg(t.dy, "dy", false),
-                         rows_arg(t.dx, "dx", false), row_count(t.y), static_cast<int>(column_count(t.y)),
+                         rows_arg(t.dx, "dx", false), row_count(t.y), static_cast<int>(column_count(t.y)), {}, 1,
                          native(stream));
 }
 

@@ -129,7 +129,7 @@ void set_places(ScanArgs& scan, const Problem& problem) {
 }  // namespace
 
 size_t backward_workspace_bytes(const Plan& plan) {
-  return BackwardWorkspace(plan.problem(), plan.schedules().sm90_backward, true, nullptr).bytes;
+  return BackwardWorkspace(plan.problem(), plan.schedules().sm90_backward(plan), true, nullptr).bytes;
 }
 
 // Operands that the copy engine can not read or write go through the general kernels, which need more memory. So does a
@@ -137,7 +137,7 @@ size_t backward_workspace_bytes(const Plan& plan) {
 size_t backward_workspace_bytes(const Plan& plan, const BackwardTensors& t) {
   const bool fits = BackwardOperands(plan.problem(), t).first_misfit(cuda::element_type(plan)) == nullptr;
   if (!fits) return std::max(backward_workspace_bytes(plan), cuda::backward_workspace_bytes(plan));
-  return BackwardWorkspace(plan.problem(), plan.schedules().sm90_backward, t.dv != nullptr, nullptr).bytes;
+  return BackwardWorkspace(plan.problem(), plan.schedules().sm90_backward(plan), t.dv != nullptr, nullptr).bytes;
 }
 
 void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, Stream stream_handle) {
@@ -155,7 +155,7 @@ void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, S
     }
     return cuda::backward(plan, t, workspace, stream_handle);
   }
-  const BackwardSchedule& schedule = plan.schedules().sm90_backward;
+  const BackwardSchedule& schedule = plan.schedules().sm90_backward(plan);
   const BackwardWorkspace space(problem, schedule, t.dv != nullptr, workspace.data);
   if (workspace.bytes < space.bytes) {
     throw_value_error("workspace: expected ", space.bytes, " bytes, as backward_workspace_bytes(tensors) says, since ",

@@ -141,7 +141,7 @@ void normalize(const Call& call, const ForwardTensors& t, const Operands& operan
 
 size_t forward_workspace_bytes(const Plan& plan, bool saves_for_backward) {
   const size_t own =
-      ForwardWorkspace(plan, plan.schedules().sm90_forward, cuda::element_type(plan), saves_for_backward, nullptr)
+      ForwardWorkspace(plan, plan.schedules().sm90_forward(plan), cuda::element_type(plan), saves_for_backward, nullptr)
           .bytes;
   // Operands that the copy engine can not read go through the general kernels.
   return std::max(own, cuda::forward_workspace_bytes(plan, saves_for_backward));
@@ -154,7 +154,7 @@ void run_forward(const Plan& plan, const ForwardTensors& t, Workspace workspace,
   const Problem& problem = call.problem;
   const device::DeviceGuard guard(problem.device.device_id);
   const auto stream = static_cast<device::Stream>(stream_handle);
-  const Schedule& schedule = plan.schedules().sm90_forward;
+  const Schedule& schedule = plan.schedules().sm90_forward(plan);
   const ForwardWorkspace space(plan, schedule, call.dtype, t.saved != nullptr,
                                halves.advance ? workspace.data : nullptr);
   const Operands operands(problem, call.dtype, t, space);

@@ -79,7 +79,7 @@ struct BackwardWorkspace {
   void* thread_scratch;
   size_t thread_bytes;
 
-  BackwardWorkspace(Arena& arena, const Plan& plan) : batches(plan.schedules().backward_batches) {
+  BackwardWorkspace(Arena& arena, const Plan& plan) : batches(plan.schedules().backward_batches(plan)) {
     const Problem& p = plan.problem();
     const DType stat = stat_dtype(p);
     const auto num_chunks = static_cast<int64_t>(plan.chunks().size());

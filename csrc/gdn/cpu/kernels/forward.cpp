@@ -26,7 +26,7 @@ struct ForwardWorkspace {
   size_t thread_bytes;
 
   ForwardWorkspace(Arena& arena, const Plan& plan, bool saves_for_backward)
-      : batches(plan.schedules().forward_batches) {
+      : batches(plan.schedules().forward_batches(plan)) {
     const Problem& p = plan.problem();
     const DType x = from_dlpack(p.dtype, "dtype");
     const DType stat = stat_dtype(p);

@@ -27,7 +27,7 @@ struct StateMapShared {
   static constexpr int kColumnCount = kTransposed ? kKeyDim : kMapStep<kKeyDim>;
   static constexpr int kTilePitch = kColumnCount + 4;  // no bank conflicts between rows
   alignas(16) float tiles[kMapTiles<kKeyDim>][kRowCount * kTilePitch];
-  alignas(16) float state[kKeyDim][kMapColumns + 4];  // a column more than needed: rows in different banks
+  alignas(16) float state[kKeyDim][kMapColumns + 4];  // a vector more than needed: rows in different banks
 };
 
 template <int kKeyDim, bool kTransposed>

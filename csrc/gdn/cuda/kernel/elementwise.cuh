@@ -16,6 +16,9 @@ struct L2NormArgs {
   RowsArg dx;
   int64_t rows;
   int columns;
+  // Packed: rows of tokens behind the last sequence have no gradient yet, and get zeros later; `heads` rows a token.
+  SequenceTable sequences;
+  int64_t heads;
 };
 
 // One warp a row; a lane keeps up to kMaxPerLane elements, so that the row is read once.
@@ -25,6 +28,10 @@ template <bool kBackward>
 __global__ void __launch_bounds__(kElementThreads) l2norm_kernel(const L2NormArgs args) {
   const int64_t row = blockIdx.x * static_cast<int64_t>(kElementThreads / 32) + warp_id();
   if (row >= args.rows) return;
+  if (kBackward && args.sequences.offsets != nullptr &&
+      row >= args.sequences.boundary(args.sequences.num_sequences) * args.heads) {
+    return;
+  }
   const int64_t x_at = args.x.offset(row);
   const int64_t y_at = args.y.offset(row);
   const int64_t rstd_at = args.rstd.offset(row);

@@ -19,14 +19,22 @@ void launch_l2norm(const RowsArg& x, const RowsArg& y, const RowsArg& rstd, int6
                    device::Stream stream) {
   device::launch<l2norm_kernel<false>>(
       "l2norm_fwd", {.blocks = blocks_for(rows, kElementThreads / 32), .threads = kElementThreads, .stream = stream},
-      L2NormArgs{.x = x, .y = y, .rstd = rstd, .dx = {}, .rows = rows, .columns = columns});
+      L2NormArgs{
+          .x = x, .y = y, .rstd = rstd, .dx = {}, .rows = rows, .columns = columns, .sequences = {}, .heads = 1});
 }
 
 void launch_l2norm_backward(const RowsArg& y, const RowsArg& rstd, const RowsArg& dy, const RowsArg& dx, int64_t rows,
-                            int columns, device::Stream stream) {
+                            int columns, const SequenceTable& sequences, int64_t heads, device::Stream stream) {
   device::launch<l2norm_kernel<true>>(
       "l2norm_bwd", {.blocks = blocks_for(rows, kElementThreads / 32), .threads = kElementThreads, .stream = stream},
-      L2NormArgs{.x = dy, .y = y, .rstd = rstd, .dx = dx, .rows = rows, .columns = columns});
+      L2NormArgs{.x = dy,
+                 .y = y,
+                 .rstd = rstd,
+                 .dx = dx,
+                 .rows = rows,
+                 .columns = columns,
+                 .sequences = sequences,
+                 .heads = heads});
 }
 
 void launch_sigmoid(const RowsArg& x, const RowsArg& y, int64_t elements, int64_t columns, float scale,

@@ -9,8 +9,9 @@ namespace cula::gdn::cuda {
 
 void launch_l2norm(const RowsArg& x, const RowsArg& y, const RowsArg& rstd, int64_t rows, int columns,
                    device::Stream stream);
+// sequences: without offsets every row has a gradient; with them those of `heads` rows a token that a sequence has.
 void launch_l2norm_backward(const RowsArg& y, const RowsArg& rstd, const RowsArg& dy, const RowsArg& dx, int64_t rows,
-                            int columns, device::Stream stream);
+                            int columns, const SequenceTable& sequences, int64_t heads, device::Stream stream);
 void launch_sigmoid(const RowsArg& x, const RowsArg& y, int64_t elements, int64_t columns, float scale,
                     device::Stream stream);
 void launch_sigmoid_backward(const RowsArg& x, const RowsArg& dy, const RowsArg& dx, int64_t elements, int64_t columns,

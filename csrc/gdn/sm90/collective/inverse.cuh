@@ -5,7 +5,7 @@
 // a third of that of rounding the result to bf16, and twice that of rounding it to fp16.
 //
 // Below the diagonal blocks L is never made: the decay from a column to a row is that from the column to the last row
-// above Y, times that from there to the row, neither of which exceeds the whole, so that -Z' Y X' is
+// above Y, times that from there to the row, neither of which exceeds 1 (gates are not positive), so that -Z' Y X' is
 // (Z' rows) (K K^T) (columns X') with two factors a row, and K K^T serves all value heads of a key head as it is.
 #pragma once
 

@@ -136,9 +136,9 @@ struct ScanArgs {
   SwizzledTile* residual;  // V'
   TensorArg dv;            // in the problem's type, for the copy engine
   // With segments, fp32, [place, HV]: the state behind each segment but the last of its sequence, and the gradient of
-  // the state in front of each but the first, both [V, K]. Where the flag beside it is not 0, the summary writes it;
-  // elsewhere the summary writes what the segment adds to it and the segment's transition M, transposed, [K, K], and
-  // the merge completes it.
+  // the state in front of each but the first, both [V, K]. Where the flag beside it is not 0, the scan finds it itself,
+  // and the summary writes it only where the merge starts from it; elsewhere the summary writes what the segment adds
+  // to it and the segment's transition M, transposed, [K, K], and the merge completes it.
   float* states;
   float* state_gradients;
   float* transitions;

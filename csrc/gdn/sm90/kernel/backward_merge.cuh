@@ -1,5 +1,5 @@
 // Completes what the summary left along the segments of a sequence, in fp32: S <- M S + S_ext forward in time, and
-// D <- M^T D + D_ext backward. Nothing to do where the summary already knew the result, which is told apart on the
+// D <- M^T D + D_ext backward. Nothing to do where the scans find the result themselves, which is told apart on the
 // device.
 #pragma once
 

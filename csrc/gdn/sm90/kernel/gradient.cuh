@@ -1,7 +1,7 @@
 // The gradients of the chunks, given what the scans left: one item a (chunk, key head), its value heads one after the
 // other, so that dq and dk are summed in registers. Blocks stay and take items in turn.
 //
-//   warpgroups 0, 1   products                                        collective/gradient_consumer.cuh
+//   warpgroups 0, 1   products                         collective/gradient_consumer.cuh
 //   warpgroup 2       loads; <dv, v>; dg and dbeta     collective/gradient_helpers.cuh
 #pragma once
 
