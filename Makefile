@@ -36,6 +36,7 @@ sources := $(shell find cmake csrc cula tools/build_backend.py -type f -not -nam
 cpp_files = $(shell git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' | grep -v '^third_party/')
 
 .PHONY: demo test build test-cpp test-python test-gpu sanitize-gpu exchange-gpu emulated bench
+.PHONY: gpu-general gpu-hopper gpu-stages gpu-python gpu-cp gpu-nccl
 .PHONY: lint format clean distclean
 .DELETE_ON_ERROR:
 
@@ -84,15 +85,25 @@ gpu_package = PYTHONPATH=$(CURDIR) CULA_GDN_LIBRARY=$(abspath $(BUILD))/libcula_
 $(gpu_library): build
 	$(bin)/cmake --build $(BUILD) --target cula_gdn_test
 
+# Checks side by side, since none fills a GPU; then, alone, what is timed.
 test-gpu: $(gpu_library)
-	$(GPU_PYTHON) tests/gpu/run_cuda.py --library $(gpu_library) --isolated --results docs/results \
-	  --commit $(shell git rev-parse --short HEAD) $(GPU_ARGS)
-	! $(is_hopper) || { $(GPU_PYTHON) tests/gpu/run_sm90.py --library $(gpu_library) && \
-	  $(GPU_PYTHON) tests/gpu/run_stages.py --library $(gpu_library); }
+	$(MAKE) --keep-going --output-sync=target -j $(addprefix gpu-,general hopper stages python cp nccl)
+	$(GPU_PYTHON) tests/gpu/run_cuda.py --library $(gpu_library) --isolated --no-checks --checks 'all passed' \
+	  --results docs/results --commit $(shell git rev-parse --short HEAD)
+
+gpu-general:
+	$(GPU_PYTHON) tests/gpu/run_cuda.py --library $(gpu_library) --isolated --no-timing $(GPU_ARGS)
+gpu-hopper:
+	! $(is_hopper) || $(GPU_PYTHON) tests/gpu/run_sm90.py --library $(gpu_library) --no-timing
+gpu-stages:
+	! $(is_hopper) || $(GPU_PYTHON) tests/gpu/run_stages.py --library $(gpu_library) --no-timing
+gpu-python:
 	! $(GPU_PYTHON) -c 'import tvm_ffi, pytest' || $(gpu_package) $(GPU_PYTHON) -m pytest $(gpu_tests) \
 	  --backends cuda$$($(is_hopper) && echo ,sm90)
+gpu-cp:
 	! $(GPU_PYTHON) -c 'import tvm_ffi' || $(gpu_package) $(GPU_PYTHON) tests/gpu/run_cp.py --library $(gpu_library) \
 	  --no-timing
+gpu-nccl:
 	! $(GPU_PYTHON) -c 'import torch, tvm_ffi; exit(torch.cuda.device_count() < 2)' || \
 	  $(gpu_package) $(GPU_PYTHON) tests/gpu/run_nccl.py --ranks 2 --no-timing
 
