@@ -30,7 +30,7 @@ void forward_op(Request request, Tensor q, Tensor k, Tensor v, Tensor g, Tensor 
   } else if constexpr (kPart == Part::kAdvance) {
     cp::advance(plan, tensors, ScratchMemory(cp::advance_workspace_bytes(plan), device).get(), stream);
   } else {
-    const ScratchMemory scratch(plan.forward_workspace_bytes(tensors.saved != nullptr), device);
+    const ScratchMemory scratch(plan.forward_workspace_bytes(tensors), device);
     forward(plan, tensors, scratch.get(), stream);
   }
 }
@@ -64,7 +64,7 @@ void serve_op(Request request, Tensor q, Tensor k, Tensor v, Tensor g, Tensor be
   if constexpr (kRecurrent) {
     recurrent_forward(plan, tensors, stream);
   } else {
-    forward(plan, tensors, ScratchMemory(plan.forward_workspace_bytes(false), request.problem.device).get(), stream);
+    forward(plan, tensors, ScratchMemory(plan.forward_workspace_bytes(tensors), request.problem.device).get(), stream);
   }
 }
 

@@ -46,6 +46,7 @@ struct BackendTable {
   size_t (*forward_workspace_bytes)(const Plan&, bool saves_for_backward);
   size_t (*backward_workspace_bytes)(const Plan&);
   // For these tensors; null: as for any.
+  size_t (*forward_workspace_bytes_for)(const Plan&, const ForwardTensors&) = nullptr;
   size_t (*backward_workspace_bytes_for)(const Plan&, const BackwardTensors&) = nullptr;
   void (*forward)(const Plan&, const ForwardTensors&, Workspace, Stream);
   void (*backward)(const Plan&, const BackwardTensors&, Workspace, Stream);

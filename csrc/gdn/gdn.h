@@ -91,9 +91,10 @@ struct SequenceRange {
   int64_t num_chunks;
 };
 
+struct ForwardTensors;
 struct BackwardTensors;
 struct ScheduleOptions;  // these two in schedules.h, for tests and backends
-struct Schedules;
+class Schedules;
 
 class Plan {
  public:
@@ -117,13 +118,14 @@ class Plan {
   // How the backends run it, chosen once, by whoever asks first.
   const Schedules& schedules() const { return *schedules_; }
 
-  // Bytes of workspace, exactly what forward and backward use; backward, where all gradients are wanted and the tensors
-  // are laid out as the backend takes them. Alignment: 64 bytes.
+  // Bytes of workspace, exactly what forward and backward use where the tensors are laid out as the backend takes them
+  // and, of backward, all gradients are wanted. Alignment: 64 bytes.
   // `saves_for_backward`: whether SavedTensors will be passed.
   size_t forward_workspace_bytes(bool saves_for_backward) const;
   size_t backward_workspace_bytes() const;
   // For these tensors: more, if the backend can not take them as they lie and gives them to another (describe says), or
   // if it lays down there what would be an output that is not wanted.
+  size_t forward_workspace_bytes(const ForwardTensors& tensors) const;
   size_t backward_workspace_bytes(const BackwardTensors& tensors) const;
 
   // What was decided and why, for people.

@@ -140,6 +140,11 @@ size_t Plan::forward_workspace_bytes(bool saves_for_backward) const {
 
 size_t Plan::backward_workspace_bytes() const { return backend_table(backend_).backward_workspace_bytes(*this); }
 
+size_t Plan::forward_workspace_bytes(const ForwardTensors& tensors) const {
+  const auto for_tensors = backend_table(backend_).forward_workspace_bytes_for;
+  return for_tensors != nullptr ? for_tensors(*this, tensors) : forward_workspace_bytes(tensors.saved != nullptr);
+}
+
 size_t Plan::backward_workspace_bytes(const BackwardTensors& tensors) const {
   const auto for_tensors = backend_table(backend_).backward_workspace_bytes_for;
   return for_tensors != nullptr ? for_tensors(*this, tensors) : backward_workspace_bytes();

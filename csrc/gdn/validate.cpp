@@ -321,41 +321,95 @@ void check_checkpoints(const Checker& check, const Plan& plan, const ForwardTens
   }
 }
 
-// Results that share memory would depend on the order of writes.
-void check_memory(const ForwardTensors& t) {
-  struct Argument {
-    const DLTensor* tensor;
-    const char* name;
-  };
-  const Argument outputs[] = {
-      {t.o, "o (output)"}, {t.final_state, "final_state (output_state)"}, {t.state_checkpoints, "state_checkpoints"}};
-  const Argument inputs[] = {{t.q, "q"},
-                             {t.k, "k"},
-                             {t.v, "v"},
-                             {t.g, "g"},
-                             {t.beta, "beta"},
-                             {t.A_log, "A_log"},
-                             {t.dt_bias, "dt_bias"},
-                             {t.initial_state, "initial_state"},
-                             {t.cu_seqlens, "cu_seqlens"},
-                             {t.state_indices, "state_indices"},
-                             {t.checkpoint_cu_starts, "checkpoint_cu_starts"}};
-  const auto same = [](const TensorView& a, const TensorView& b) {
-    return a.data == b.data && a.dtype == b.dtype && a.ndim == b.ndim && a.shape == b.shape && a.stride == b.stride;
-  };
+struct Argument {
+  const DLTensor* tensor;
+  const char* name;
+};
+
+// A result that shares memory with an input, or with another result, would depend on the order of reads and writes.
+// may_share: whether a pair may have the same memory, all of it; `hint` then says when.
+template <class F>
+void check_memory(std::initializer_list<Argument> outputs, std::initializer_list<Argument> inputs, F&& may_share) {
   const auto check_pair = [&](const Argument& output, const Argument& other) {
-    if (output.tensor == nullptr || other.tensor == nullptr) return;
     const TensorView a = TensorView::from(output.tensor, output.name), b = TensorView::from(other.tensor, other.name);
-    const bool in_place = output.tensor == t.final_state && other.tensor == t.initial_state;
-    if (!may_overlap(a, b) || (in_place && t.saved == nullptr && same(a, b))) return;
-    throw_value_error(output.name, ": expected memory of its own",
-                      in_place ? " (or, where no gradient is wanted, all of initial_state's)" : "", ", got some of ",
-                      other.name, "'s");
+    const char* hint = "";
+    if (!may_overlap(a, b) || may_share(output, other, a, b, hint)) return;
+    throw_value_error(output.name, ": expected memory of its own", hint, ", got some of ", other.name, "'s");
   };
+  // Pairs are many, and as good as all lie apart.
+  struct Placed {
+    const Argument* argument;
+    ByteRange range;
+  };
+  std::array<Placed, 32> seen;
+  size_t count = 0;
+  const auto place = [&](const Argument& argument) -> const Placed& {
+    seen[count] = {&argument, byte_range(TensorView::from(argument.tensor, argument.name))};
+    return seen[count++];
+  };
+  for (const Argument& input : inputs) place(input);
   for (const Argument& output : outputs) {
-    for (const Argument& input : inputs) check_pair(output, input);
-    for (const Argument* before = outputs; before != &output; ++before) check_pair(output, *before);
+    const Placed& placed = place(output);
+    for (const Placed* other = seen.data(); other != &placed; ++other) {
+      if (placed.range.meets(other->range)) check_pair(output, *other->argument);
+    }
   }
+}
+
+void check_forward_memory(const ForwardTensors& t) {
+  // A final state may take its initial state's place.
+  const auto may_share = [&](const Argument& output, const Argument& other, const TensorView& a, const TensorView& b,
+                             const char*& hint) {
+    if (output.tensor != t.final_state || other.tensor != t.initial_state) return false;
+    hint = " (or, where no gradient is wanted, all of initial_state's)";
+    return t.saved == nullptr && a.data == b.data && a.dtype == b.dtype && a.ndim == b.ndim && a.shape == b.shape &&
+           a.stride == b.stride;
+  };
+  check_memory(
+      {{t.o, "o (output)"}, {t.final_state, "final_state (output_state)"}, {t.state_checkpoints, "state_checkpoints"}},
+      {{t.q, "q"},
+       {t.k, "k"},
+       {t.v, "v"},
+       {t.g, "g"},
+       {t.beta, "beta"},
+       {t.A_log, "A_log"},
+       {t.dt_bias, "dt_bias"},
+       {t.initial_state, "initial_state"},
+       {t.cu_seqlens, "cu_seqlens"},
+       {t.state_indices, "state_indices"},
+       {t.checkpoint_cu_starts, "checkpoint_cu_starts"}},
+      may_share);
+}
+
+void check_backward_memory(const BackwardTensors& t) {
+  const auto never = [](const Argument&, const Argument&, const TensorView&, const TensorView&, const char*&) {
+    return false;
+  };
+  check_memory({{t.dq, "dq"},
+                {t.dk, "dk"},
+                {t.dv, "dv"},
+                {t.dg, "dg"},
+                {t.dbeta, "dbeta"},
+                {t.dA_log, "dA_log"},
+                {t.ddt_bias, "ddt_bias"},
+                {t.dh0, "dh0"}},
+               {{t.q, "q"},
+                {t.k, "k"},
+                {t.v, "v"},
+                {t.g, "g"},
+                {t.beta, "beta"},
+                {t.A_log, "A_log"},
+                {t.dt_bias, "dt_bias"},
+                {t.initial_state, "initial_state"},
+                {t.saved->q_normalized, "saved.q_normalized"},
+                {t.saved->q_rstd, "saved.q_rstd"},
+                {t.saved->k_normalized, "saved.k_normalized"},
+                {t.saved->k_rstd, "saved.k_rstd"},
+                {t.saved->A, "saved.A"},
+                {t.grad_output, "do"},
+                {t.grad_final_state, "dht"},
+                {t.cu_seqlens, "cu_seqlens"}},
+               never);
 }
 
 // `step`: of checkpoints.
@@ -379,7 +433,7 @@ void check_forward(const Plan& plan, const ForwardTensors& t, int64_t step) {
     check_slots(plan, t);
   }
   check_checkpoints(check, plan, t, step);
-  check_memory(t);
+  check_forward_memory(t);
 }
 
 // Indices must lie in [0, count).
@@ -471,6 +525,7 @@ void validate_backward(const Plan& plan, const BackwardTensors& t) {
   if (t.dt_bias == nullptr) Checker::require_absent(t.ddt_bias != nullptr, "ddt_bias", "without dt_bias");
   check.per_head(t.dA_log, "dA_log", kOptional, true);
   check.per_head(t.ddt_bias, "ddt_bias", kOptional, true);
+  check_backward_memory(t);
 }
 
 void validate_split_forward(const Plan& plan, const ForwardTensors& t) {

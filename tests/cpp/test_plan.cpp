@@ -84,6 +84,7 @@ TEST(Plan, RangesOfPackedSequences) {
 TEST(Plan, BackwardWorkspaceForTensors) {
   const gdn::Plan plan = gdn::Plan::make(problem_of(1, 200));
   EXPECT_GT(plan.backward_workspace_bytes(), 0u);
+  EXPECT_EQ(plan.forward_workspace_bytes(gdn::ForwardTensors{}), plan.forward_workspace_bytes(false));
   EXPECT_EQ(plan.backward_workspace_bytes(gdn::BackwardTensors{}), plan.backward_workspace_bytes());
 }
 

@@ -34,7 +34,9 @@ void cula_free_plan(void* plan);
 void cula_describe(void* plan, char* text, size_t bytes);
 // 0 forward, 1 forward that saves, 2 backward; cp: 3 prepare, 4 advance, 5 summarize, 6 summarize_adjoint, 7 merge
 int64_t cula_workspace(void* plan, int kind);
-int64_t cula_backward_workspace(void* plan, DLTensor** t);  // of the tensors of cula_call
+// Of the tensors of cula_call.
+int64_t cula_forward_workspace(void* plan, DLTensor** t);
+int64_t cula_backward_workspace(void* plan, DLTensor** t);
 int cula_call(const char* operation, void* plan, DLTensor** t, const double* scalars, void* workspace,
               int64_t workspace_bytes, void* stream, char* error, size_t error_bytes);
 }
@@ -55,6 +57,15 @@ int guarded(char* error, size_t error_bytes, F&& f) {
 }
 
 SavedTensors saved_tensors(DLTensor** t) { return {t[10], t[11], t[12], t[13], t[14]}; }
+
+ForwardTensors forward_tensors(DLTensor** t, const SavedTensors& saved) {
+  ForwardTensors f = {t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], t[9], nullptr, t[15]};
+  if (saved.A != nullptr) f.saved = &saved;
+  f.state_indices = t[16];
+  f.state_checkpoints = t[17];
+  f.checkpoint_cu_starts = t[18];
+  return f;
+}
 
 BackwardTensors backward_tensors(DLTensor** t, const SavedTensors& saved) {
   return {t[0], t[1],  t[2],  t[3],  t[4],  t[5],  t[6],  t[7],  &saved, t[8],
@@ -93,11 +104,7 @@ void call(const std::string& name, const Plan& plan, DLTensor** t, const double*
   if (name.starts_with("cp_")) return call_context_parallel(name, plan, t, workspace, stream);
   if (name == "forward" || name == "recurrent_forward") {
     const SavedTensors saved = saved_tensors(t);
-    ForwardTensors f = {t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], t[9], nullptr, t[15]};
-    if (t[14] != nullptr) f.saved = &saved;
-    f.state_indices = t[16];
-    f.state_checkpoints = t[17];
-    f.checkpoint_cu_starts = t[18];
+    ForwardTensors f = forward_tensors(t, saved);
     f.checkpoint_every_n_tokens = static_cast<int64_t>(s[0]);
     if (name == "forward") return forward(plan, f, workspace, stream);
     return recurrent_forward(plan, f, stream);
@@ -218,6 +225,11 @@ int64_t cula_workspace(void* plan, int kind) {
     }
   };
   return static_cast<int64_t>(bytes());
+}
+
+int64_t cula_forward_workspace(void* plan, DLTensor** t) {
+  const SavedTensors saved = saved_tensors(t);
+  return static_cast<int64_t>(static_cast<Plan*>(plan)->forward_workspace_bytes(forward_tensors(t, saved)));
 }
 
 int64_t cula_backward_workspace(void* plan, DLTensor** t) {

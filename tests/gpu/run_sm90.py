@@ -266,6 +266,14 @@ def no_sequences(run: Runner) -> None:
     run.report(name, {f"d{key}": (error(x, torch.zeros_like(x)), 0.0) for key, x in gradients.items()})
 
 
+def error_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except LibraryError as raised:
+        return str(raised)
+    return "no error"
+
+
 def small_workspace(run: Runner) -> None:
     """Operands for the general kernels with the workspace of others: an error that names one."""
     name = "workspace too small for unaligned operands"
@@ -276,30 +284,24 @@ def small_workspace(run: Runner) -> None:
     saved = run.saved(shape)
     run.forward(shape, Options(), t, saved=saved)
     library = run.library.lib
-    exact = library.cula_backward_workspace
+    exact = library.cula_forward_workspace, library.cula_backward_workspace
+    library.cula_forward_workspace = lambda plan, _: library.cula_workspace(plan, 0)
     library.cula_backward_workspace = lambda plan, _: library.cula_workspace(plan, 2)
-    text = "no error"
-    try:
-        run.backward(shape, Options(), t, saved)
-    except LibraryError as raised:
-        text = str(raised)
-    finally:
-        library.cula_backward_workspace = exact
-    wanted = ("ValueError", "workspace: expected", "q is not of the problem's type with rows and base aligned")
-    missing = [part for part in wanted if part not in text]
+    texts = [
+        error_of(lambda: run.forward(shape, Options(), t)),
+        error_of(lambda: run.backward(shape, Options(), t, saved)),
+    ]
+    library.cula_forward_workspace, library.cula_backward_workspace = exact
+    wanted = ("ValueError", "workspace: expected", "since q ", "aligned to 16 bytes")
+    missing = [part for text in texts for part in wanted if part not in text]
     run.report(name, dict.fromkeys(missing, (INFINITY, 0.0)) or {"as expected": (0.0, 0.0)})
     run.operator("unaligned operands", shape, Options(unaligned=True))
     # dv is on the way to the other gradients: where it is not wanted, the workspace holds it.
     t = to_device(make_inputs(shape, Options()), run.device)
     run.forward(shape, Options(), t, saved=saved)
     library.cula_backward_workspace = lambda plan, _: library.cula_workspace(plan, 2)
-    text = "no error"
-    try:
-        run.backward(shape, Options(), t, saved, ("q", "k"))
-    except LibraryError as raised:
-        text = str(raised)
-    finally:
-        library.cula_backward_workspace = exact
+    text = error_of(lambda: run.backward(shape, Options(), t, saved, ("q", "k")))
+    library.cula_backward_workspace = exact[1]
     missing = [part for part in ("ValueError", "workspace: expected", "there is no dv") if part not in text]
     run.report("workspace too small without dv", dict.fromkeys(missing, (INFINITY, 0.0)) or {"as expected": (0.0, 0.0)})
 

@@ -41,6 +41,15 @@ struct TensorView {
   static TensorView from(const DLTensor* tensor, const char* name);
 };
 
+// The memory that a tensor's elements lie in; empty if it has none.
+struct ByteRange {
+  uintptr_t begin = 0;
+  uintptr_t end = 0;
+
+  bool meets(const ByteRange& other) const { return begin < other.end && other.begin < end; }
+};
+ByteRange byte_range(const TensorView& x);
+
 // Whether two tensors may have memory in common. Exact for dense tensors, and for slices of one buffer that lie side by
 // side in its rows; true where neither tells.
 bool may_overlap(const TensorView& a, const TensorView& b);

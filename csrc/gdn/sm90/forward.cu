@@ -92,11 +92,16 @@ struct Operands {
                            : dense_token_tensor(space.A, dtype, problem, problem.value_heads, kRows);
   }
 
-  bool fit() const {
-    for (const TokenTensor* x : {&q, &k, &v, &A, &o}) {
-      if (!device::fits_tensor_map(*x)) return false;
+  // The first one that the copy engine can not read or write; null: none.
+  const char* first_misfit() const {
+    struct Named {
+      const TokenTensor& x;
+      const char* name;
+    };
+    for (const Named& operand : {Named{q, "q"}, Named{k, "k"}, Named{v, "v"}, Named{A, "A"}, Named{o, "o"}}) {
+      if (!device::fits_tensor_map(operand.x)) return operand.name;
     }
-    return true;
+    return nullptr;
   }
 };
 
@@ -140,11 +145,18 @@ void normalize(const Call& call, const ForwardTensors& t, const Operands& operan
 }  // namespace
 
 size_t forward_workspace_bytes(const Plan& plan, bool saves_for_backward) {
-  const size_t own =
-      ForwardWorkspace(plan, plan.schedules().sm90_forward(plan), cuda::element_type(plan), saves_for_backward, nullptr)
-          .bytes;
-  // Operands that the copy engine can not read go through the general kernels.
-  return std::max(own, cuda::forward_workspace_bytes(plan, saves_for_backward));
+  return ForwardWorkspace(plan, plan.schedules().sm90_forward(plan), cuda::element_type(plan), saves_for_backward,
+                          nullptr)
+      .bytes;
+}
+
+// Operands that the copy engine can not read or write go through the general kernels.
+size_t forward_workspace_bytes(const Plan& plan, const ForwardTensors& t) {
+  const DType dtype = cuda::element_type(plan);
+  const bool saves = t.saved != nullptr;
+  const ForwardWorkspace space(plan, plan.schedules().sm90_forward(plan), dtype, saves, nullptr);
+  if (Operands(plan.problem(), dtype, t, space).first_misfit() == nullptr) return space.bytes;
+  return std::max(space.bytes, cuda::forward_workspace_bytes(plan, saves));
 }
 
 namespace {
@@ -158,7 +170,14 @@ void run_forward(const Plan& plan, const ForwardTensors& t, Workspace workspace,
   const ForwardWorkspace space(plan, schedule, call.dtype, t.saved != nullptr,
                                halves.advance ? workspace.data : nullptr);
   const Operands operands(problem, call.dtype, t, space);
-  if (!operands.fit()) {
+  if (const char* name = operands.first_misfit()) {
+    if (halves.advance) {
+      const size_t needed = cuda::forward_workspace_bytes(plan, t.saved != nullptr);
+      if (workspace.bytes < needed) {
+        throw_value_error("workspace: expected ", needed, " bytes, as forward_workspace_bytes(tensors) says, since ",
+                          name, " has rows or a base that are not aligned to 16 bytes, got ", workspace.bytes);
+      }
+    }
     const auto general = halves.prepare && halves.advance ? cuda::forward
                          : halves.prepare                 ? cuda::cp_prepare
                                                           : cuda::cp_advance;
@@ -248,7 +267,9 @@ void cp_prepare(const Plan& plan, const ForwardTensors& t, Workspace workspace, 
   run_forward(plan, t, workspace, stream, {.advance = false});
 }
 
-size_t cp_advance_workspace_bytes(const Plan& plan) { return forward_workspace_bytes(plan, true); }
+size_t cp_advance_workspace_bytes(const Plan& plan) {
+  return std::max(forward_workspace_bytes(plan, true), cuda::cp_advance_workspace_bytes(plan));
+}
 void cp_advance(const Plan& plan, const ForwardTensors& t, Workspace workspace, Stream stream) {
   run_forward(plan, t, workspace, stream, {.prepare = false});
 }
@@ -260,6 +281,7 @@ const BackendTable& sm90_backend() {
     BackendTable table = cuda_backend();
     sm90::put_stages(table);
     table.forward_workspace_bytes = sm90::forward_workspace_bytes;
+    table.forward_workspace_bytes_for = sm90::forward_workspace_bytes;
     table.forward = sm90::forward;
     table.cp_prepare = sm90::cp_prepare;  // like the general backend's, it needs no workspace
     table.cp_advance_workspace_bytes = sm90::cp_advance_workspace_bytes;

@@ -162,8 +162,9 @@ class Library:
         self.lib.cula_free_plan.argtypes = [ctypes.c_void_p]
         self.lib.cula_workspace.restype = ctypes.c_int64
         self.lib.cula_workspace.argtypes = [ctypes.c_void_p, ctypes.c_int]
-        self.lib.cula_backward_workspace.restype = ctypes.c_int64
-        self.lib.cula_backward_workspace.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        for of_tensors in (self.lib.cula_forward_workspace, self.lib.cula_backward_workspace):
+            of_tensors.restype = ctypes.c_int64
+            of_tensors.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
         self.device = device
         self.filled = filled
         self.error = ctypes.create_string_buffer(1000)
@@ -205,7 +206,9 @@ class Library:
             if item is not None:
                 pointers[i] = ctypes.pointer(item)
         size = 0
-        if kind == 2:
+        if kind in (0, 1):
+            size = self.lib.cula_forward_workspace(plan, pointers)
+        elif kind == 2:
             size = self.lib.cula_backward_workspace(plan, pointers)
         elif kind is not None:
             size = self.lib.cula_workspace(plan, kind)
