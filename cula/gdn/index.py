@@ -22,7 +22,9 @@ def _lengths(cu_seqlens: Tensor, size_name: str, size: int) -> Tensor:
         raise TypeError(f"{size_name}: expected an int, got {type(size).__name__}")
     if size < 1:
         raise ValueError(f"{size_name}: expected a positive number, got {size}")
-    lengths = torch.diff(cu_seqlens)
+    if isinstance(size, int) and size >= 2**63:
+        raise ValueError(f"{size_name}: expected a number of 64 bits, got {size}")
+    lengths = torch.diff(cu_seqlens.long())
     if cu_seqlens.device.type == "cpu" and bool((lengths < 0).any()):
         raise ValueError(f"cu_seqlens: expected ascending offsets, got {cu_seqlens.tolist()}")
     return lengths
@@ -30,7 +32,7 @@ def _lengths(cu_seqlens: Tensor, size_name: str, size: int) -> Tensor:
 
 def _chunk_counts(cu_seqlens: Tensor, chunk_size: int) -> Tensor:
     lengths = _lengths(cu_seqlens, "chunk_size", chunk_size)
-    return (lengths + (chunk_size - 1)).div(chunk_size, rounding_mode="floor")
+    return -(-lengths).div(chunk_size, rounding_mode="floor")  # rounded up, without a sum that could overflow
 
 
 def prepare_chunk_indices(cu_seqlens: Tensor, chunk_size: int, cu_seqlens_cpu: Tensor | None = None) -> Tensor:
@@ -45,10 +47,14 @@ def prepare_chunk_indices(cu_seqlens: Tensor, chunk_size: int, cu_seqlens_cpu: T
         `[NT, 2]`, dtype and device of `cu_seqlens`. Row number = index of the chunk in `h` and `dh`.
 
     Raises:
-        ValueError: `cu_seqlens` is not one-dimensional, or descends (checked on the CPU only), or `chunk_size` is not
-            positive.
+        ValueError: `cu_seqlens` is not one-dimensional, or descends (checked on the CPU only), or is not what
+            `cu_seqlens_cpu` holds (likewise), or `chunk_size` is not positive.
         TypeError: `cu_seqlens` is no tensor of int32 or int64, `chunk_size` no int.
     """
+    if cu_seqlens_cpu is not None:
+        check_tensor("cu_seqlens", cu_seqlens)
+        check_tensor("cu_seqlens_cpu", cu_seqlens_cpu)
+        _check_host_copy(cu_seqlens, cu_seqlens_cpu)
     counts = _chunk_counts(cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu, chunk_size)
     sequence = torch.repeat_interleave(torch.arange(counts.shape[0], device=counts.device), counts)
     first_chunk = counts.cumsum(0) - counts

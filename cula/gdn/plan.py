@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cula.gdn import _native
+from cula.gdn._arguments import check_options, check_tensor
 from cula.gdn.index import host_offsets
 
 __all__ = ["LibraryInfo", "Plan", "library_info", "plan"]
@@ -65,13 +66,29 @@ def plan(
     Raises:
         ValueError, TypeError, AssertionError, RuntimeError: as `chunk_gated_delta_rule` would for these sizes.
     """
+    sizes = {
+        "batch": batch, "tokens": tokens, "heads": heads, "value_heads": value_heads, "key_dim": key_dim,
+        "value_dim": value_dim, "chunk_size": chunk_size,
+    }  # fmt: skip
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"{name}: expected an int, got {type(size).__name__}")
+        if size >= 2**63:
+            raise ValueError(f"{name}: expected a number of 64 bits, got {size}")
+    check_options(
+        None, backend, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel,
+        batch_invariant=batch_invariant,
+    )  # fmt: skip
+    if cu_seqlens is not None:
+        check_tensor("cu_seqlens", cu_seqlens)
     place = torch.device(device)
     if place.type not in _DEVICE_TYPES:
         raise ValueError(f"device: expected cpu or cuda, got {place}")
     info = _native.plan_info(
         batch, tokens, heads, value_heads, key_dim, value_dim, dtype, _DEVICE_TYPES[place.type], place.index or 0,
         host_offsets(cu_seqlens, None), None, None, None, chunk_size, use_qk_l2norm_in_kernel,
-        use_gate_in_kernel, False, False, False, batch_invariant, backend or "auto", _native.num_threads(),
+        use_gate_in_kernel, False, False, False, batch_invariant, "auto" if backend is None else backend,
+        _native.num_threads(),
     )  # fmt: skip
     values: dict[str, Any] = {str(key): value if isinstance(value, int) else str(value) for key, value in info.items()}
     return Plan(**values)

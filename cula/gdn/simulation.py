@@ -75,6 +75,20 @@ def simulated_ranks(
     return ranks
 
 
+def _check_ranks(cu_seqlens: Tensor, v: Tensor, ranks: Sequence[SimulatedRank]) -> None:
+    _arguments.check_tensor("cu_seqlens", cu_seqlens)
+    _arguments.check_tensor("v", v)
+    total = int(cu_seqlens[-1])
+    if v.dim() != 4 or v.shape[1] != total:
+        raise ValueError(f"v: expected shape [1, T, HV, V] with cu_seqlens' T = {total}, got {list(v.shape)}")
+    held = [token for rank in ranks for token in rank.tokens.tolist()]
+    if sorted(held) != list(range(total)):
+        raise ValueError(
+            f"ranks: expected all those of simulated_ranks for these cu_seqlens, which hold each of {total} tokens "
+            f"once, got {len(ranks)} ranks with {len(held)} tokens"
+        )
+
+
 def simulate(
     inputs: dict[str, Tensor],
     ranks: Sequence[SimulatedRank],
@@ -103,7 +117,8 @@ def simulate(
 
     Raises:
         TypeError: an input that the operator does not have.
-        ValueError: no cu_seqlens; a gradient of the final state without output_final_state.
+        ValueError: no cu_seqlens; ranks that do not hold each of the stream's tokens once; a gradient of the final
+            state without output_final_state.
     """
     unknown = [name for name in inputs if name not in (*_INPUTS, "cu_seqlens")]
     if unknown:
@@ -117,7 +132,8 @@ def simulate(
         state_v_first, False, backend or "auto",
     )  # fmt: skip
     v = inputs["v"]
-    given = {"g": _arguments.zero_gate(v), **inputs}
+    _check_ranks(inputs["cu_seqlens"], v, ranks)
+    given = {"g": _arguments.zero_gate(v)} | {name: x for name, x in inputs.items() if x is not None}
 
     def local(rank: SimulatedRank, name: str) -> Tensor | None:
         x = given.get(name)

@@ -464,6 +464,16 @@ def test_transforms_of_torch_func_are_refused_by_name():
         )
 
 
+def test_simulation_refuses_ranks_of_another_stream():
+    inputs, _ = problem([70, 58], **SMALL)
+    ranks = simulated_ranks(inputs["cu_seqlens"], 2)
+    for wrong in (ranks[:1], [*ranks, ranks[0]], [], simulated_ranks(torch.tensor([0, 130]), 2)):
+        with pytest.raises(ValueError, match=r"^ranks: expected all those of simulated_ranks"):
+            simulate(inputs, wrong)
+    with pytest.raises(ValueError, match=r"^v: expected shape \[1, T, HV, V\] with cu_seqlens' T = 128"):
+        simulate(inputs | {"v": inputs["v"][:, :100]}, ranks)
+
+
 def test_simulated_ranks_are_what_processes_compute(workers):
     inputs, gradients = problem([70, 90, 32], ALL_FLAGS, states=True, **SMALL)
     processes = assembled(workers.call(4, "run_rank", lengths=[70, 90, 32], flags=ALL_FLAGS, states=True, **SMALL), 3)

@@ -464,6 +464,34 @@ def test_rejected_plans_and_tables():
         for size in (64.5, True):
             with pytest.raises(TypeError, match="expected an int, got"):
                 prepare(offsets([64]), size)
+        with pytest.raises(ValueError, match="expected a number of 64 bits, got"):
+            prepare(offsets([64]), 2**63)
+    with pytest.raises(ValueError, match="cu_seqlens_cpu: expected the shape of cu_seqlens"):
+        prepare_chunk_indices(offsets([60]), 16, offsets([30, 30]))
+    with pytest.raises(TypeError, match="cu_seqlens: expected a tensor, got NoneType"):
+        prepare_chunk_indices(None, 16, offsets([60]))
+    for size, named in ((130.0, "float"), (True, "bool")):
+        with pytest.raises(TypeError, match=f"^tokens: expected an int, got {named}"):
+            plan(1, size, 2, 4, 16, 8)
+    with pytest.raises(ValueError, match=r"^tokens: expected a number of 64 bits"):
+        plan(1, 2**70, 2, 4, 16, 8)
+    for bad, message in (
+        ({"cu_seqlens": [0, 1]}, "cu_seqlens: expected a tensor, got list"),
+        ({"backend": 3}, "backend: expected a string or None, got int"),
+        ({"use_qk_l2norm_in_kernel": 2}, "use_qk_l2norm_in_kernel: expected True or False, got int"),
+        ({"batch_invariant": None}, "batch_invariant: expected True or False, got NoneType"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            plan(1, 130, 2, 4, 16, 8, **bad)
+    with pytest.raises(ValueError, match=r"^backend: "):
+        plan(1, 130, 2, 4, 16, 8, backend="")
+
+
+def test_tables_of_lengths_near_the_end_of_their_type():
+    long = torch.tensor([0, 2**31 - 1], dtype=torch.int32)
+    assert prepare_chunk_offsets(long, 64).tolist() == [0, 2**25]
+    assert prepare_checkpoint_offsets(long, 2**31).tolist() == [0, 0]
+    assert prepare_chunk_offsets(offsets([60]), 2**63 - 1).tolist() == [0, 1]
 
 
 @pytest.mark.skipif("cuda" in library_info().backends, reason="needs a build without CUDA")
