@@ -66,7 +66,7 @@ def chunk_gated_delta_rule(
         g: `[B, T, HV]`, float: log decay in nats (natural logarithm, usually negative); -inf resets the state. None
             is no decay. With use_gate_in_kernel: the raw gate. Nothing finite passes a reset, but a NaN or an
             infinity in front of it does, through the matrix products of the reset's chunk (0 * NaN); only a reset at
-            the first row of a chunk stops it.
+            the first row of a chunk stops it. (Nor does one in k, v, g or beta stop at earlier tokens of its chunk.)
         beta: `[B, T, HV]`, float: strength of the update; a logit with use_beta_sigmoid_in_kernel.
         scale: factor of the output; None is K^-0.5.
         initial_state: `[N, HV, K, V]`, float; None is zeros.
