@@ -77,8 +77,12 @@ struct AdjointConsumer : ScanState<T, kKeyDim, kKind, true> {
       State::load_values(o, shared.stage(stage) + Shared::kValues, value_at);
       load_factors(offsetof(ChunkFactors, out_decay));
       const float chunk_decay = load_shared(shared.factor(stage) + offsetof(ChunkFactors, chunk_decay));
+      const auto decay_gradient = [&] {
 #pragma unroll
-      for (int i = 0; i < State::kStateRegisters; ++i) d[i] *= chunk_decay;
+        for (int i = 0; i < State::kStateRegisters; ++i) d[i] *= chunk_decay;
+      };
+      // Under X, but in a summary behind it: in a kernel that has two consumers ptxas would wait for X there by itself.
+      if constexpr (kKind == ScanKind::kImages) decay_gradient();
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const float2 o0 = unpack2<T>(o[2 * j]);
@@ -88,6 +92,7 @@ struct AdjointConsumer : ScanState<T, kKeyDim, kKind, true> {
       }
       load_factors(offsetof(ChunkFactors, to_end));
       wgmma_wait<0>();  // X
+      if constexpr (kKind == ScanKind::kSummary) decay_gradient();
 
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
