@@ -235,7 +235,7 @@ void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, S
   gradient.dbeta = token_arg(t.dbeta, "dbeta", call.dtype);
 
   launch_factors(factors, stream);
-  const auto run = [&](auto element) {
+  with_half_type(call.dtype, [&](auto element) {
     using T = decltype(element);
     SlotWindow window;
     window.total = static_cast<int>(count_slots(problem));
@@ -256,12 +256,7 @@ void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, S
       launch_gradient<T>(gradient, key_dim, value_dim, stream);
       if (window.begin == 0) break;
     }
-  };
-  if (call.dtype == DType::kBFloat16) {
-    run(device::bf16{});
-  } else {
-    run(device::fp16{});
-  }
+  });
   if (problem.use_gate) {
     cuda::launch_zero_padding(call.sequences, dyg, problem.value_heads, 1, stream);
     cuda::launch_gate_backward(factors.gates,

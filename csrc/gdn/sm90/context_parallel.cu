@@ -29,11 +29,6 @@ struct SummaryWorkspace {
   }
 };
 
-bool fit(DType dtype, std::initializer_list<const TokenTensor*> operands) {
-  return std::all_of(operands.begin(), operands.end(),
-                     [&](const TokenTensor* x) { return x->dtype == dtype && device::fits_tensor_map(*x); });
-}
-
 // What both directions have, without the maps.
 SequenceSummaryArgs summary_args(const Plan& plan, const Call& call, const SummaryWorkspace& space,
                                  const cuda::GateArgs& gates, const TokenTensor& k) {
@@ -63,12 +58,6 @@ SequenceSummaryArgs of_sequence(SequenceSummaryArgs args, const Call& call, int6
   args.factors.gates.beta = from_entry(args.factors.gates.beta, args.batch);
   args.factors.k = from_entry(args.factors.k, args.batch);
   return args;
-}
-
-template <class F>
-void with_element_type(DType dtype, F&& f) {
-  if (dtype == DType::kBFloat16) return f(device::bf16{});
-  f(device::fp16{});
 }
 
 }  // namespace
@@ -105,7 +94,7 @@ void cp_summarize(const Plan& plan, const cp::Summary& t, Workspace workspace, S
     args.scan.initial_state = from_entry(start, place);
     args.summary = from_entry(summary, place);
     args.map = cuda::from_column(args.summary, problem.value_dim);
-    with_element_type(call.dtype, [&](auto element) {
+    with_half_type(call.dtype, [&](auto element) {
       launch_sequence_summary<decltype(element)>(args, args.factors.key_dim, stream);
     });
   }
@@ -150,7 +139,7 @@ void cp_summarize_adjoint(const Plan& plan, const cp::AdjointSummary& t, Workspa
     // M itself is made, and stored transposed.
     args.map = cuda::from_column(args.summary, problem.value_dim);
     if (!known) args.map = cuda::transposed(args.map);
-    with_element_type(call.dtype, [&](auto element) {
+    with_half_type(call.dtype, [&](auto element) {
       launch_sequence_adjoint_summary<decltype(element)>(args, args.factors.key_dim, stream);
     });
   }

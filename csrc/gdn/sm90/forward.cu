@@ -232,7 +232,7 @@ void run_forward(const Plan& plan, const ForwardTensors& t, Workspace workspace,
   args.independent = space.independent;
 
   const KernelShape shape = {static_cast<int>(problem.key_dim), schedule.value_tiles};
-  const auto run = [&](auto element) {
+  with_half_type(call.dtype, [&](auto element) {
     using T = decltype(element);
     if (problem.use_qk_l2norm && halves.prepare) normalize<T>(call, t, operands, shape, stream);
     launch_prepare<T>(prepare, shape, stream);
@@ -246,12 +246,7 @@ void run_forward(const Plan& plan, const ForwardTensors& t, Workspace workspace,
     } else {
       launch_forward<T>(args, shape, stream);
     }
-  };
-  if (call.dtype == DType::kBFloat16) {
-    run(device::bf16{});
-  } else {
-    run(device::fp16{});
-  }
+  });
   if (halves.advance) {
     cuda::launch_zero_padding(call.sequences, args.o, problem.value_heads, problem.value_dim, stream);
   }

@@ -29,13 +29,6 @@ TokenTensor chunk_state_tensor(const DLTensor* tensor, const char* name) {
   return x;
 }
 
-bool fit(DType dtype, std::initializer_list<const TokenTensor*> tensors) {
-  for (const TokenTensor* x : tensors) {
-    if (x->data != nullptr && (x->dtype != dtype || !device::fits_tensor_map(*x))) return false;
-  }
-  return true;
-}
-
 // Of a tensor that has elements; of others no map can be made, and none is used.
 CUtensorMap map_of(const TokenTensor& x, const char* name) {
   for (const int64_t extent : x.shape) {
@@ -56,16 +49,6 @@ StageGrid stage_grid(const Plan& plan, const Call& call, const DLTensor* gamma, 
 
 StageShape stage_shape(const Problem& problem) {
   return {static_cast<int>(problem.key_dim), static_cast<int>(problem.value_dim), problem.state_v_first};
-}
-
-// f(T{}) for the element type T of the call: one of the two that this backend takes.
-template <class F>
-void with_half_type(const Call& call, F&& f) {
-  if (call.dtype == DType::kBFloat16) {
-    f(device::bf16{});
-  } else {
-    f(device::fp16{});
-  }
 }
 
 device::Stream native(Stream stream) { return static_cast<device::Stream>(stream); }
@@ -90,7 +73,7 @@ void recompute_w_u_fwd(const Plan& plan, const stages::RecomputeWU& t, Stream st
   args.u = map_of(u, "u");
   args.w_rows = tensor_arg(w);
   args.u_rows = tensor_arg(u);
-  with_half_type(call, [&](auto element) {
+  with_half_type(call.dtype, [&](auto element) {
     launch_recompute_stage<decltype(element)>(args, stage_shape(call.problem), native(stream));
   });
   const Problem& problem = call.problem;
@@ -110,8 +93,9 @@ void chunk_gated_delta_rule_fwd_intra(const Plan& plan, const stages::Intra& t, 
     args.head_blocks = 0;
     args.k = map_of(k, "k");
     args.A_rows = tensor_arg(A);
-    with_half_type(
-        call, [&](auto element) { launch_intra<decltype(element)>(args, stage_shape(call.problem), native(stream)); });
+    with_half_type(call.dtype, [&](auto element) {
+      launch_intra<decltype(element)>(args, stage_shape(call.problem), native(stream));
+    });
     cuda::launch_zero_padding(call.sequences, args.A_rows, call.problem.value_heads, kRows, native(stream));
   }
   recompute_w_u_fwd(plan, {t.k, t.v, t.beta, t.A, t.g, t.w, t.u, t.cu_seqlens}, stream);
@@ -140,8 +124,9 @@ void chunk_gated_delta_rule_fwd_h(const Plan& plan, const stages::StateForward& 
   args.rows_out = tensor_arg(v_new);
   args.enters = cuda::state_arg(t.initial_state, "initial_state", problem.state_v_first);
   args.leaves = cuda::state_arg(t.final_state, "final_state", problem.state_v_first);
-  with_half_type(
-      call, [&](auto element) { launch_state_stage<decltype(element)>(args, stage_shape(problem), native(stream)); });
+  with_half_type(call.dtype, [&](auto element) {
+    launch_state_stage<decltype(element)>(args, stage_shape(problem), native(stream));
+  });
   cuda::launch_zero_padding(call.sequences, args.rows_out, problem.value_heads, problem.value_dim, native(stream));
 }
 
@@ -164,8 +149,9 @@ void chunk_fwd_o(const Plan& plan, const stages::OutputForward& t, Stream stream
   args.o = map_of(o, "o");
   args.o_rows = tensor_arg(o);
   args.num_chunks = t.h->shape[1];
-  with_half_type(
-      call, [&](auto element) { launch_output_stage<decltype(element)>(args, stage_shape(problem), native(stream)); });
+  with_half_type(call.dtype, [&](auto element) {
+    launch_output_stage<decltype(element)>(args, stage_shape(problem), native(stream));
+  });
   cuda::launch_zero_padding(call.sequences, args.o_rows, problem.value_heads, problem.value_dim, native(stream));
 }
 
@@ -185,7 +171,7 @@ void chunk_bwd_dv_local(const Plan& plan, const stages::LocalValueGradient& t, S
   args.v = map_of(grad_output, "do");
   args.o = map_of(dv, "dv");
   args.o_rows = tensor_arg(dv);
-  with_half_type(call, [&](auto element) {
+  with_half_type(call.dtype, [&](auto element) {
     launch_local_value_gradient<decltype(element)>(args, stage_shape(problem), native(stream));
   });
   cuda::launch_zero_padding(call.sequences, args.o_rows, problem.value_heads, problem.value_dim, native(stream));
@@ -220,7 +206,7 @@ void chunk_gated_delta_rule_bwd_dhu(const Plan& plan, const stages::StateBackwar
   args.rows_out = tensor_arg(dv2);
   args.enters = cuda::state_arg(t.dht, "dht", problem.state_v_first);
   args.leaves = cuda::state_arg(t.dh0, "dh0", problem.state_v_first);
-  with_half_type(call, [&](auto element) {
+  with_half_type(call.dtype, [&](auto element) {
     launch_state_gradient_stage<decltype(element)>(args, stage_shape(problem), native(stream));
   });
   cuda::launch_zero_padding(call.sequences, args.rows_out, problem.value_heads, problem.value_dim, native(stream));
@@ -261,7 +247,7 @@ void chunk_bwd_dqkwg(const Plan& plan, const stages::OperandGradients& t, Stream
   args.dk_rows = tensor_arg(dk);
   args.dw_rows = tensor_arg(dw);
   args.dg = cuda::token_arg(t.dg, "dg", call.dtype);
-  with_half_type(call, [&](auto element) {
+  with_half_type(call.dtype, [&](auto element) {
     launch_operand_gradient<decltype(element)>(args, stage_shape(problem), native(stream));
   });
   cuda::launch_zero_padding(call.sequences, args.dq_rows, problem.heads, problem.key_dim, native(stream));
@@ -297,8 +283,9 @@ void prepare_wy_repr_bwd(const Plan& plan, const stages::WyBackward& t, Stream s
   args.dv_rows = tensor_arg(dv);
   args.dbeta = cuda::token_arg(t.db, "db", call.dtype);
   args.dg = cuda::token_arg(t.dg, "dg", call.dtype);
-  with_half_type(
-      call, [&](auto element) { launch_wy_gradient<decltype(element)>(args, stage_shape(problem), native(stream)); });
+  with_half_type(call.dtype, [&](auto element) {
+    launch_wy_gradient<decltype(element)>(args, stage_shape(problem), native(stream));
+  });
   cuda::launch_zero_padding(call.sequences, args.dk_rows, problem.heads, problem.key_dim, native(stream));
   cuda::launch_zero_padding(call.sequences, args.dv_rows, problem.value_heads, problem.value_dim, native(stream));
   cuda::launch_zero_padding(call.sequences, args.dbeta, problem.value_heads, 1, native(stream));
