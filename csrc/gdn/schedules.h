@@ -1,6 +1,7 @@
 // How the calls of a plan run: each part chosen once, by the first call that needs it.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <mutex>
 #include <vector>
@@ -20,18 +21,26 @@ struct ScheduleOptions {
   sm90::BackwardCosts backward_costs = {};
 };
 
-// A value that is made when it is first asked for, by whichever thread that is.
+// A value that is made when it is first asked for, by whichever thread that is. Most plans live for one call, and
+// std::call_once costs each of them a system call, to wake threads that do not wait.
 template <class T>
 class Once {
  public:
   template <class F>
   const T& get(F&& make) const {
-    std::call_once(made_, [&] { value_ = make(); });
+    if (!made_.load(std::memory_order_acquire)) {
+      const std::lock_guard lock(making_);
+      if (!made_.load(std::memory_order_relaxed)) {
+        value_ = make();
+        made_.store(true, std::memory_order_release);
+      }
+    }
     return value_;
   }
 
  private:
-  mutable std::once_flag made_;
+  mutable std::atomic<bool> made_ = false;
+  mutable std::mutex making_;
   mutable T value_ = {};
 };
 

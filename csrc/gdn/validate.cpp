@@ -35,17 +35,12 @@ class Checker {
   // any number.
   void input(const DLTensor* tensor, const char* name, const char* letters, Kind kind,
              Presence presence = Presence::kRequired) const {
-    if (!present(tensor, name, presence)) return;
-    const TensorView view = TensorView::from(tensor, name);
-    check_kind(view, name, kind);
-    check_letters(view, name, letters);
-    check_device(view, name);
+    if (present(tensor, name, presence)) checked(tensor, name, letters, kind);
   }
 
   void output(const DLTensor* tensor, const char* name, const char* letters, Kind kind,
               Presence presence = Presence::kRequired) const {
-    input(tensor, name, letters, kind, presence);
-    if (tensor != nullptr) check_writable(TensorView::from(tensor, name), name);
+    if (present(tensor, name, presence)) check_writable(checked(tensor, name, letters, kind), name);
   }
 
   // Arguments whose shape is only known to equal another's.
@@ -96,6 +91,14 @@ class Checker {
     return tensor != nullptr;
   }
 
+  TensorView checked(const DLTensor* tensor, const char* name, const char* letters, Kind kind) const {
+    const TensorView view = TensorView::from(tensor, name);
+    check_kind(view, name, kind);
+    check_letters(view, name, letters);
+    check_device(view, name);
+    return view;
+  }
+
   void check_kind(const TensorView& view, const char* name, Kind kind) const {
     switch (kind) {
       case Kind::kOperand:
@@ -116,8 +119,8 @@ class Checker {
   }
 
   static void check_writable(const TensorView& view, const char* name) {
-    if (view.numel() == 0) return;                 // strides of an empty tensor mean nothing
-    std::vector<std::pair<int64_t, int>> strides;  // and dimensions
+    if (view.numel() == 0 || view.is_contiguous()) return;  // strides of an empty tensor mean nothing
+    std::vector<std::pair<int64_t, int>> strides;           // and dimensions
     for (int i = 0; i < view.ndim; ++i) {
       if (view.shape[i] > 1) strides.emplace_back(std::abs(view.stride[i]), i);
     }
@@ -139,47 +142,72 @@ class Checker {
   }
 
   int64_t size_of(std::string_view letter) const {
-    if (letter == "B") return problem_.batch;
-    if (letter == "T") return problem_.tokens;
-    if (letter == "H") return problem_.heads;
     if (letter == "HV") return problem_.value_heads;
-    if (letter == "K") return problem_.key_dim;
-    if (letter == "V") return problem_.value_dim;
-    if (letter == "C") return problem_.chunk_size;
-    if (letter == "N") return problem_.num_sequences();
-    if (letter == "P") return summaries_;
+    if (letter == "NT") return num_chunks_of_row();
     if (letter == "V+K") return problem_.value_dim + problem_.key_dim;
-    // NT: chunks of one row of the batch; packed sequences have one row.
+    switch (letter.front()) {
+      case 'B':
+        return problem_.batch;
+      case 'T':
+        return problem_.tokens;
+      case 'H':
+        return problem_.heads;
+      case 'K':
+        return problem_.key_dim;
+      case 'V':
+        return problem_.value_dim;
+      case 'C':
+        return problem_.chunk_size;
+      case 'N':
+        return problem_.num_sequences();
+      default:
+        return summaries_;  // P
+    }
+  }
+
+  // Packed sequences have one row of the batch.
+  int64_t num_chunks_of_row() const {
     if (problem_.sequence_offsets) return static_cast<int64_t>(plan_.chunks().size());
     return (problem_.tokens + problem_.chunk_size - 1) / problem_.chunk_size;
   }
 
-  void check_letters(const TensorView& view, const char* name, std::string_view letters) const {
-    std::string shown = "[";
-    std::string sizes = "[";
-    std::array<int64_t, kMaxDims> expected{};
-    int count = 0;
-    const auto add = [&](std::string_view letter) {
-      const std::string_view separator = count == 0 ? "" : ", ";
-      const bool any = letter == "slots" || letter == "rows";
-      expected[count] = any ? view.shape[count] : size_of(letter);
-      shown.append(separator).append(letter);
-      sizes.append(separator).append(any ? "any" : std::to_string(expected[count]));
-      ++count;
-    };
+  static bool is_any(std::string_view letter) { return letter == "slots" || letter == "rows"; }
+
+  // Calls visit(letter) for each dimension.
+  template <class Visit>
+  void for_letters(std::string_view letters, Visit&& visit) const {
     while (!letters.empty()) {
       const size_t end = std::min(letters.find(' '), letters.size());
       const std::string_view letter = letters.substr(0, end);
       letters.remove_prefix(std::min(end + 1, letters.size()));
-      if (letter == "S") {
-        add(problem_.state_v_first ? "V" : "K");
-        add(problem_.state_v_first ? "K" : "V");
+      if (letter.front() == 'S') {
+        visit(problem_.state_v_first ? "V" : "K");
+        visit(problem_.state_v_first ? "K" : "V");
       } else {
-        add(letter);
+        visit(letter);
       }
     }
-    if (view.ndim == count && std::equal(expected.begin(), expected.begin() + count, view.shape.begin())) return;
-    throw_value_error(name, ": expected shape ", shown, "] = ", sizes, "], got ", view.shape_string());
+  }
+
+  void check_letters(const TensorView& view, const char* name, std::string_view letters) const {
+    int count = 0;
+    bool fits = true;
+    for_letters(letters, [&](std::string_view letter) {
+      fits = fits && count < view.ndim && (is_any(letter) || view.shape[count] == size_of(letter));
+      ++count;
+    });
+    if (!fits || view.ndim != count) throw_shape_error(view, name, letters);
+  }
+
+  [[noreturn]] void throw_shape_error(const TensorView& view, const char* name, std::string_view letters) const {
+    std::string shown;
+    std::string sizes;
+    for_letters(letters, [&](std::string_view letter) {
+      const std::string_view separator = shown.empty() ? "" : ", ";
+      shown.append(separator).append(letter);
+      sizes.append(separator).append(is_any(letter) ? "any" : std::to_string(size_of(letter)));
+    });
+    throw_value_error(name, ": expected shape [", shown, "] = [", sizes, "], got ", view.shape_string());
   }
 
   const Plan& plan_;
