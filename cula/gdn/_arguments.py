@@ -43,6 +43,8 @@ _R = TypeVar("_R")
 # Tensors of indices; every other one holds floating-point numbers.
 _INDEX_TENSORS = ("cu_seqlens", "cu_seqlens_cpu", "chunk_indices", "chunk_offsets")
 
+_NUMBERS = (numbers.Real, torch.SymFloat, torch.SymInt)
+
 _KIND_NAMES: dict[type, str] = {Tensor: "a tensor", type(None): "None", numbers.Real: "a number", bool: "True or False"}
 
 
@@ -98,20 +100,21 @@ def check_chunk_size(chunk_size: int) -> None:
 
 def check_options(scale: Any, backend: Any, **flags: Any) -> None:
     """Types that torch's schemas would refuse without naming the argument as its user knows it."""
-    is_number = isinstance(scale, numbers.Real | torch.SymFloat | torch.SymInt) and not isinstance(scale, bool)
-    if scale is not None and not is_number:
+    if scale is not None and type(scale) is not float and (isinstance(scale, bool) or not isinstance(scale, _NUMBERS)):
         raise TypeError(f"scale: expected a number or None, got {type(scale).__name__}")
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend: expected a string or None, got {type(backend).__name__}")
     for name, flag in flags.items():
-        if not isinstance(flag, bool):
+        if flag is not True and flag is not False:
             raise TypeError(f"{name}: expected True or False, got {type(flag).__name__}")
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, use_gate_in_kernel: bool) -> None:
     """What must hold before outputs can be allocated, and what only Python can see; C++ checks the rest."""
-    for name, tensor in (("q", q), ("k", k), ("v", v), ("beta", beta)):
-        check_tensor(name, tensor)
+    check_tensor("q", q)
+    check_tensor("k", k)
+    check_tensor("v", v)
+    check_tensor("beta", beta)
     if q.dim() != 4:
         raise ValueError(f"q: expected shape [B, T, H, K], got {list(q.shape)}")
     if v.dim() != 4:
@@ -144,9 +147,9 @@ def refuse_tangents(function: str, *inputs: Tensor | None) -> None:
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v in autocast's dtype where autocast is on; as torch's own rule has it, float64 is left alone."""
-    device_type = q.device.type
     # Not torch.amp.is_autocast_available, which compilers before torch 2.12 can not look into.
-    if device_type not in ("cpu", "cuda") or not torch.is_autocast_enabled(device_type):
+    device_type = "cuda" if q.is_cuda else "cpu" if q.is_cpu else None
+    if device_type is None or not torch.is_autocast_enabled(device_type):
         return q, k, v
     dtype = torch.get_autocast_dtype(device_type)
     cast = [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v)]

@@ -102,13 +102,19 @@ def _allocate_forward(
     o = _dense_like(v)
     statistics = _arguments.statistics_dtype(q.dtype)
     final_state = A = q_normalized = k_normalized = q_rstd = k_rstd = None
-    if output_final_state:
-        final_state = q.new_empty(_arguments.state_shape(q, v, cu_seqlens, state_v_first), dtype=statistics)
+    # Sizes one by one: torch takes longer to look at a tuple of them. What is like an input that has another shape than
+    # it should have is not used: the library refuses the input.
+    if output_final_state and initial_state is not None and initial_state.dtype == statistics:
+        final_state = _dense_like(initial_state)
+    elif output_final_state:
+        final_state = q.new_empty(*_arguments.state_shape(q, v, cu_seqlens, state_v_first), dtype=statistics)
     if save_for_backward:
-        A = q.new_empty((*v.shape[:3], chunk_size))
+        batch, tokens, value_heads, _ = v.shape
+        A = q.new_empty(batch, tokens, value_heads, chunk_size)
         if use_qk_l2norm:
             q_normalized, k_normalized = _dense_like(q), _dense_like(k)
-            q_rstd, k_rstd = (x.new_empty(x.shape[:-1], dtype=statistics) for x in (q, k))
+            q_rstd = q.new_empty(batch, tokens, q.shape[2], dtype=statistics)
+            k_rstd = _dense_like(q_rstd)
     return o, final_state, A, q_normalized, k_normalized, q_rstd, k_rstd
 
 
@@ -247,16 +253,26 @@ torch.library.register_autograd("cula_gdn::chunk_backward", _refuse_double_backw
 # without it: plain tensors whose memory says what they hold, and no mode, transform, compiler, tracer or profiler to
 # see the operator.
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
+# Looked up once: a step asks for all of them twice.
+_tracing_state = torch._C._get_tracing_state
+_transforms_active = torch._C._are_functorch_transforms_active
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_profiler_enabled = torch._C._autograd._profiler_enabled
 
 
-def _is_plain(tensors: Sequence[Tensor | None]) -> bool:
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+def is_plain(tensors: Sequence[Tensor | None]) -> bool:
+    """Also says that each is a tensor or None, and that none is a meta tensor."""
+    if torch.compiler.is_compiling() or _tracing_state() is not None or _transforms_active():
         return False
-    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+    if _dispatch_modes() or _function_modes() or _profiler_enabled():
         return False
-    if torch._C._autograd._profiler_enabled() or not _PLAIN_TYPES.issuperset(map(type, tensors)):
+    if not _PLAIN_TYPES.issuperset(map(type, tensors)):
         return False
-    return not any(x is not None and (x.is_meta or x.is_neg() or x._is_zerotensor()) for x in tensors)
+    for x in tensors:  # noqa: SIM110 - a generator would take as long again
+        if x is not None and (x.is_meta or x.is_neg() or x._is_zerotensor()):
+            return False
+    return True
 
 
 class _ChunkFunction(torch.autograd.Function):
@@ -308,16 +324,18 @@ class _TransformedGradient(torch.autograd.Function):
 
 
 def _gradient_operator(tensors: Sequence[Tensor | None]) -> Callable[..., Any]:
+    # With gradients on, a gradient of this gradient may be asked for: the registered operator refuses it by name.
+    if not torch.is_grad_enabled() and is_plain(tensors):
+        return _chunk_backward
     if torch._C._are_functorch_transforms_active():
         return _TransformedGradient.apply  # type: ignore[no-any-return]
-    # With gradients on, a gradient of this gradient may be asked for: the registered operator refuses it by name.
-    return _chunk_backward if not torch.is_grad_enabled() and _is_plain(tensors) else chunk_backward
+    return chunk_backward
 
 
-def forward_operator(saves: bool, inputs: Sequence[Tensor | None]) -> Callable[..., Any]:
-    """What computes a call: the registered operator itself for all who listen to operators (see _is_plain)."""
+def forward_operator(saves: bool, plain: bool) -> Callable[..., Any]:
+    """What computes a call: the registered operator itself for all who listen to operators (see is_plain)."""
+    if plain:
+        return _plain_forward if saves else _chunk_forward
     if torch._C._are_functorch_transforms_active():
         return _TransformedFunction.apply  # type: ignore[no-any-return]
-    if _is_plain(inputs):
-        return _plain_forward if saves else _chunk_forward
     return _ChunkFunction.apply if saves and not torch.compiler.is_compiling() else chunk_forward

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cula.gdn import _arguments
-from cula.gdn.autograd import forward_operator
+from cula.gdn.autograd import forward_operator, is_plain
 from cula.gdn.autograd_cp import context_parallel
 from cula.gdn.serving import Serving
 
@@ -143,17 +143,20 @@ def chunk_gated_delta_rule(
     """
     if kwargs:
         state_v_first = _arguments.resolve_state_layout("chunk_gated_delta_rule", state_v_first, kwargs)
+    plain = is_plain((q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, chunk_indices))
     _arguments.check_inputs(q, k, v, g, beta, use_gate_in_kernel)
-    _arguments.check_others(
-        q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, initial_state=initial_state,
-        cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, chunk_indices=chunk_indices,
-    )  # fmt: skip
+    if not plain:  # which says as much
+        _arguments.check_others(
+            q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, initial_state=initial_state,
+            cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, chunk_indices=chunk_indices,
+        )  # fmt: skip
     _arguments.check_chunk_size(chunk_size)
     if cp_context is not None:
         cu_seqlens, cu_seqlens_cpu = (getattr(cp_context, name, None) for name in ("cu_seqlens", "cu_seqlens_cpu"))
         if cu_seqlens is None:
             raise AssertionError("cp_context: expected a context with cu_seqlens, got one without")
         _arguments.check_tensor("cp_context.cu_seqlens", cu_seqlens)
+        plain = plain and is_plain((cu_seqlens, cu_seqlens_cpu))
         if not hasattr(cp_context, "group"):
             raise TypeError(f"cp_context: expected one of build_cp_context, got a {type(cp_context).__name__}")
     if cu_seqlens is None and (cu_seqlens_cpu is not None or chunk_indices is not None):
@@ -190,7 +193,7 @@ def chunk_gated_delta_rule(
                 "stream, got True"
             )
         return context_parallel(cp_context, inputs, chunk_indices, output_final_state, saves, options)
-    o, final_state, *_ = forward_operator(saves, (*inputs, cu_seqlens, cu_seqlens_cpu, chunk_indices))(
+    o, final_state, *_ = forward_operator(saves, plain)(
         *inputs, cu_seqlens, cu_seqlens_cpu, chunk_indices, output_final_state, saves, *options
     )
     return o, final_state

@@ -110,12 +110,14 @@ class Serving(NamedTuple):
     ) -> Serving | None:
         """None if nothing of it is asked for."""
         every = checkpoint_every_n_tokens
+        nothing = output is output_state is state_indices is state_checkpoints is checkpoint_cu_starts is None
+        if nothing and type(every) is int and every == 0:
+            return None
         if isinstance(every, bool) or not isinstance(every, int | torch.SymInt):
             raise TypeError(f"checkpoint_every_n_tokens: expected an int, got {type(every).__name__}")
         if isinstance(every, int) and abs(every) >= 2**63:
             raise ValueError(f"checkpoint_every_n_tokens: expected a number of 64 bits, got {every}")
-        nothing = output is output_state is state_indices is state_checkpoints is checkpoint_cu_starts is None
-        if nothing and checkpoint_every_n_tokens == 0:
+        if nothing and every == 0:
             return None
         return Serving(
             output, output_state, state_indices, state_checkpoints, checkpoint_cu_starts, checkpoint_every_n_tokens
