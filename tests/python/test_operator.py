@@ -1,5 +1,7 @@
 """The operator, forward and backward, against the float64 recurrence: flags, lengths, sizes, dtypes, layouts."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from support import (
@@ -62,6 +64,14 @@ def test_negated_by_a_mark(device):
     torch.testing.assert_close(reference.float(), o.detach(), rtol=1e-4, atol=1e-5)
     g = inputs["g"]
     assert torch.equal(stages.chunk_local_cumsum(marked(g), 64), stages.chunk_local_cumsum(g, 64))
+
+
+def test_lengths_of_a_context_negated_by_a_mark():
+    inputs = make_inputs(1, 70, 1, 2, 16, 24, state=False)
+    lengths = torch.tensor([0, 30, 70])
+    context = SimpleNamespace(cu_seqlens=torch._neg_view(-lengths), cu_seqlens_cpu=None, group=None)
+    o, _ = chunk_gated_delta_rule(**inputs, cp_context=context)
+    assert torch.equal(o, chunk_gated_delta_rule(**inputs, cu_seqlens=lengths)[0])
 
 
 @parametrize(flags={**FLAG_PAIRS, "all": ALL_FLAGS})
