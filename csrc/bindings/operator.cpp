@@ -140,7 +140,7 @@ Properties plan_info(Request request, int64_t batch, int64_t tokens, int64_t hea
   Properties info;
   info.Set("backend", ffi::String(backend_name(plan.backend())));
   info.Set("num_sequences", static_cast<int64_t>(plan.sequences().size()));
-  info.Set("num_chunks", static_cast<int64_t>(plan.chunks().size()));
+  info.Set("num_chunks", plan.num_chunks());
   info.Set("num_threads", static_cast<int64_t>(plan.num_threads()));
   info.Set("value_block", plan.value_block());
   info.Set("inference_workspace_bytes", static_cast<int64_t>(plan.forward_workspace_bytes(false)));

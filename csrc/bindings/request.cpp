@@ -67,10 +67,10 @@ Plan Request::make_plan() const {
   Plan plan = Plan::make(problem);
   if (chunk_indices == nullptr) return plan;
   if (!problem.sequence_offsets) throw_value_error("chunk_indices: expected cu_seqlens with it, got it alone");
-  const std::vector<ChunkRange>& chunks = plan.chunks();
-  const int64_t num_chunks = static_cast<int64_t>(chunks.size());
+  const int64_t num_chunks = plan.num_chunks();
   check_shape(TensorView::from(chunk_indices, "chunk_indices"), "chunk_indices", "[NT, 2]", {num_chunks, 2});
   if (chunk_indices->device.device_type != kDLCPU) return plan;
+  const std::vector<ChunkRange>& chunks = plan.chunks();
   const IndexTensor indices(chunk_indices, "chunk_indices");
   for (int64_t row = 0; row < num_chunks; ++row) {
     const int64_t sequence = indices.at(row, 0), index = indices.at(row, 1);

@@ -106,7 +106,8 @@ class Plan {
   Backend backend() const { return backend_; }
   double scale() const { return scale_; }
   const std::vector<SequenceRange>& sequences() const { return sequences_; }
-  const std::vector<ChunkRange>& chunks() const { return chunks_; }
+  int64_t num_chunks() const { return num_chunks_; }
+  const std::vector<ChunkRange>& chunks() const;  // num_chunks() of them, listed when they are first asked for
   int num_threads() const { return num_threads_; }
   int64_t value_block() const { return value_block_; }  // columns of the state that one unit of work advances
   int64_t value_blocks() const { return (problem_.value_dim + value_block_ - 1) / value_block_; }
@@ -137,7 +138,7 @@ class Plan {
   Backend backend_ = Backend::kCpu;
   double scale_ = 1.0;
   std::vector<SequenceRange> sequences_;
-  std::vector<ChunkRange> chunks_;
+  int64_t num_chunks_ = 0;
   int num_threads_ = 1;
   int64_t value_block_ = 0;
   std::shared_ptr<const Schedules> schedules_;

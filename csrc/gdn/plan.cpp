@@ -59,17 +59,6 @@ Backend choose_backend(const Problem& problem) {
   return Backend::kCuda;
 }
 
-void append_chunks(int64_t begin, int64_t length, int64_t chunk_size, std::vector<SequenceRange>& sequences,
-                   std::vector<ChunkRange>& chunks) {
-  const int64_t sequence = static_cast<int64_t>(sequences.size());
-  const int64_t first = static_cast<int64_t>(chunks.size());
-  const int64_t count = (length + chunk_size - 1) / chunk_size;
-  for (int64_t i = 0; i < count; ++i) {
-    chunks.push_back({sequence, i, begin + i * chunk_size, std::min(chunk_size, length - i * chunk_size)});
-  }
-  sequences.push_back({begin, length, first, count});
-}
-
 // Columns of the state for one unit of the sequential pass. Fewer columns make more units; the results are the same.
 int64_t choose_value_block(const Problem& problem, int64_t busy_sequences, int num_threads) {
   constexpr int64_t kLargest = 128;  // a K x 128 state and the tiles of a chunk fit the L2 cache of a core
@@ -113,26 +102,30 @@ Plan Plan::make(const Problem& problem, const ScheduleOptions& options) {
   plan.scale_ = problem.scale.value_or(1.0 / std::sqrt(static_cast<double>(problem.key_dim)));
   plan.num_threads_ = problem.num_threads != 0 ? problem.num_threads : hardware_threads();
 
+  plan.sequences_.reserve(problem.num_sequences());
+  const auto append = [&](int64_t begin, int64_t length) {
+    const int64_t chunks = length / problem.chunk_size + (length % problem.chunk_size != 0 ? 1 : 0);
+    plan.sequences_.push_back({begin, length, plan.num_chunks_, chunks});
+    plan.num_chunks_ += chunks;
+  };
   if (problem.sequence_offsets) {
     const std::vector<int64_t>& offsets = *problem.sequence_offsets;
-    for (size_t n = 0; n + 1 < offsets.size(); ++n) {
-      append_chunks(offsets[n], offsets[n + 1] - offsets[n], problem.chunk_size, plan.sequences_, plan.chunks_);
-    }
+    for (size_t n = 0; n + 1 < offsets.size(); ++n) append(offsets[n], offsets[n + 1] - offsets[n]);
   } else {
-    for (int64_t b = 0; b < problem.batch; ++b) {
-      append_chunks(b * problem.tokens, problem.tokens, problem.chunk_size, plan.sequences_, plan.chunks_);
-    }
+    for (int64_t b = 0; b < problem.batch; ++b) append(b * problem.tokens, problem.tokens);
   }
   const auto busy = std::count_if(plan.sequences_.begin(), plan.sequences_.end(),
                                   [](const SequenceRange& sequence) { return sequence.length != 0; });
   plan.value_block_ = choose_value_block(problem, busy, plan.num_threads_);
   // Scratch is laid out a thread: one that would find no unit to run gets none.
   const int64_t most_units =
-      std::max(2 * plan.sequential_units(), static_cast<int64_t>(plan.chunks_.size()) * problem.value_heads);
+      std::max(2 * plan.sequential_units(), plan.num_chunks_ * problem.value_heads);
   plan.num_threads_ = static_cast<int>(std::clamp<int64_t>(most_units, 1, plan.num_threads_));
   plan.schedules_ = std::make_shared<const Schedules>(options);
   return plan;
 }
+
+const std::vector<ChunkRange>& Plan::chunks() const { return schedules_->chunks(*this); }
 
 size_t Plan::forward_workspace_bytes(bool saves_for_backward) const {
   return backend_table(backend_).forward_workspace_bytes(*this, saves_for_backward);
@@ -156,10 +149,10 @@ std::string Plan::describe() const {
                             " H=", p.heads, " HV=", p.value_heads, " K=", p.key_dim, " V=", p.value_dim,
                             " dtype=", dtype_name(from_dlpack(p.dtype, "dtype")), " chunk=", p.chunk_size,
                             " scale=", scale_, "\n  sequences: ", sequences_.size(),
-                            p.sequence_offsets ? " packed" : " of equal length", ", chunks: ", chunks_.size());
+                            p.sequence_offsets ? " packed" : " of equal length", ", chunks: ", num_chunks_);
   if (backend_ == Backend::kCpu) {
     text += concat("\n  instruction set: ", cpu_isa_name(), ", threads: ", num_threads_,
-                   "\n  chunk-parallel units: ", static_cast<int64_t>(chunks_.size()) * p.heads,
+                   "\n  chunk-parallel units: ", num_chunks_ * p.heads,
                    ", sequential units: ", sequential_units(), " of ", value_block_, " state columns");
   }
   if (backend_ == Backend::kCuda) {

@@ -1,6 +1,31 @@
 #include "gdn/schedules.h"
 
+#include <algorithm>
+
 namespace cula::gdn {
+
+namespace {
+
+std::vector<ChunkRange> list_chunks(const Plan& plan) {
+  const int64_t chunk_size = plan.problem().chunk_size;
+  std::vector<ChunkRange> chunks;
+  chunks.reserve(plan.num_chunks());
+  int64_t number = 0;
+  for (const SequenceRange& sequence : plan.sequences()) {
+    for (int64_t i = 0; i < sequence.num_chunks; ++i) {
+      const int64_t first = i * chunk_size;
+      chunks.push_back({number, i, sequence.begin + first, std::min(chunk_size, sequence.length - first)});
+    }
+    ++number;
+  }
+  return chunks;
+}
+
+}  // namespace
+
+const std::vector<ChunkRange>& Schedules::chunks(const Plan& plan) const {
+  return chunks_.get([&] { return list_chunks(plan); });
+}
 
 const std::vector<cpu::Batch>& Schedules::forward_batches(const Plan& plan) const {
   return forward_batches_.get([&] { return cpu::make_batches(plan, cpu::forward_slot_bytes(plan.problem())); });

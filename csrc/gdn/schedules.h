@@ -50,6 +50,8 @@ class Schedules {
  public:
   explicit Schedules(const ScheduleOptions& options) : options_(options) {}
 
+  const std::vector<ChunkRange>& chunks(const Plan& plan) const;
+
   const std::vector<cpu::Batch>& forward_batches(const Plan& plan) const;
   const std::vector<cpu::Batch>& backward_batches(const Plan& plan) const;
 
@@ -62,6 +64,7 @@ class Schedules {
 
  private:
   ScheduleOptions options_;
+  Once<std::vector<ChunkRange>> chunks_;
   Once<std::vector<cpu::Batch>> forward_batches_;
   Once<std::vector<cpu::Batch>> backward_batches_;
   Once<ScanCut> scan_;

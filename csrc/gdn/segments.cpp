@@ -116,7 +116,7 @@ ScanSizes scan_sizes(const Plan& plan) {
     sizes.sequences += sequence.num_chunks > 0;
     sizes.longest = std::max(sizes.longest, sequence.num_chunks);
   }
-  sizes.chunks = static_cast<int64_t>(plan.chunks().size());
+  sizes.chunks = plan.num_chunks();
   sizes.value_heads = problem.value_heads;
   sizes.key_dim = problem.key_dim;
   sizes.value_dim = problem.value_dim;

@@ -236,7 +236,7 @@ void check_offsets(const Problem& problem) {
   }
 }
 
-// The largest of the operator's tensors must have a size that 64 bits hold, bytes included.
+// The operator's tensors, and a state for each chunk in the workspace, must have sizes that 64 bits hold, bytes included.
 void check_sizes(const Problem& problem) {
   constexpr int64_t kBytes = 8;
   const auto fits = [](std::initializer_list<int64_t> sizes) {
@@ -246,8 +246,8 @@ void check_sizes(const Problem& problem) {
     }
     return true;
   };
-  const int64_t widest = std::max({problem.key_dim, problem.value_dim, problem.chunk_size});
-  if (!fits({problem.batch, problem.tokens, problem.value_heads, widest}) ||
+  if (!fits({problem.batch, problem.tokens, problem.value_heads, problem.key_dim, problem.value_dim}) ||
+      !fits({problem.batch, problem.tokens, problem.value_heads, problem.chunk_size}) ||
       !fits({problem.num_sequences(), problem.value_heads, problem.key_dim, problem.value_dim})) {
     throw_value_error("v: expected sizes whose product fits 64 bits, got B = ", problem.batch, ", T = ", problem.tokens,
                       ", HV = ", problem.value_heads, ", K = ", problem.key_dim, ", V = ", problem.value_dim);

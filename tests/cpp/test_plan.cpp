@@ -46,6 +46,7 @@ void check_ranges(const gdn::Problem& problem) {
     EXPECT_EQ(sequence.num_chunks, static_cast<int64_t>(next) - sequence.first_chunk);
   }
   EXPECT_EQ(next, plan.chunks().size());
+  EXPECT_EQ(plan.num_chunks(), static_cast<int64_t>(next));
 }
 
 TEST(Plan, RangesOfEqualLengths) {
@@ -131,6 +132,15 @@ TEST(Plan, SizesBeyond64Bits) {
   problem = problem_of(1, 64);
   problem.value_dim = int64_t{1} << 62;
   expect_error([&] { gdn::Plan::make(problem); }, "ValueError", {"64 bits"});
+}
+
+// More chunks than a list in memory could hold: a plan counts them, and lists them only for those who run them.
+TEST(Plan, NumbersOfAProblemThatNoMachineHolds) {
+  gdn::Problem problem = problem_of(1, 1);
+  problem.tokens = int64_t{1} << 45;
+  const gdn::Plan plan = gdn::Plan::make(problem);
+  EXPECT_EQ(plan.num_chunks(), problem.tokens / problem.chunk_size);
+  EXPECT_NE(plan.describe().find(std::to_string(plan.num_chunks())), std::string::npos);
 }
 
 TEST(Plan, KeepsTheProblem) {

@@ -487,6 +487,16 @@ def test_rejected_plans_and_tables():
         plan(1, 130, 2, 4, 16, 8, backend="")
 
 
+def test_plans_of_problems_that_no_machine_holds():
+    sizes = plan(1, 2**45, 1, 1, 16, 16)
+    assert sizes.num_chunks == 2**39
+    assert 0 < sizes.inference_workspace_bytes < sizes.backward_workspace_bytes
+    with pytest.raises(
+        ValueError, match=r"^v: expected sizes whose product fits 64 bits, got B = 1, T = 2251799813685248"
+    ):
+        plan(1, 2**51, 1, 1, 256, 256)  # its workspace would have 2^65 bytes
+
+
 def test_tables_of_lengths_near_the_end_of_their_type():
     long = torch.tensor([0, 2**31 - 1], dtype=torch.int32)
     assert prepare_chunk_offsets(long, 64).tolist() == [0, 2**25]

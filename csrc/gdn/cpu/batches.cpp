@@ -15,7 +15,7 @@ namespace {
 int64_t slots_before(const Plan& plan, int64_t pair) {
   const int64_t heads = plan.problem().heads, sequence = pair / heads;
   if (sequence == static_cast<int64_t>(plan.sequences().size())) {
-    return static_cast<int64_t>(plan.chunks().size()) * heads;
+    return plan.num_chunks() * heads;
   }
   const SequenceRange& range = plan.sequences()[sequence];
   return range.first_chunk * heads + pair % heads * range.num_chunks;

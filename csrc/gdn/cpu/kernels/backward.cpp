@@ -82,7 +82,7 @@ struct BackwardWorkspace {
   BackwardWorkspace(Arena& arena, const Plan& plan) : batches(plan.schedules().backward_batches(plan)) {
     const Problem& p = plan.problem();
     const DType stat = stat_dtype(p);
-    const auto num_chunks = static_cast<int64_t>(plan.chunks().size());
+    const int64_t num_chunks = plan.num_chunks();
     group = p.value_heads / p.heads;
     const int64_t slots = most_slots(batches);
     h = take_tensor(arena, stat, {slots, group, p.key_dim, p.value_dim});
@@ -365,7 +365,7 @@ void run_backward(const Plan& plan, const BackwardTensors& t, Workspace workspac
 
   if (!p.use_gate) return;
   parallel_for(p.value_heads, plan.num_threads(), [&](int64_t head, int) {
-    const auto num_chunks = static_cast<int64_t>(plan.chunks().size());
+    const int64_t num_chunks = plan.num_chunks();
     GateSums total;
     for (int64_t chunk = 0; chunk < num_chunks; ++chunk) total += ws.gate_sums[chunk * p.value_heads + head];
     if (out.dA_log) store_scalar(out.dA_log, head, total.dA_log);

@@ -20,7 +20,7 @@ void with_scalar(const Problem& problem, Body&& body) {
 template <class Body>
 void for_chunks_and_heads(const Plan& plan, Body&& body) {
   const int64_t heads = plan.problem().value_heads;
-  parallel_for(static_cast<int64_t>(plan.chunks().size()) * heads, plan.num_threads(),
+  parallel_for(plan.num_chunks() * heads, plan.num_threads(),
                [&](int64_t unit, int) { body(plan.chunks()[unit / heads], unit % heads); });
 }
 

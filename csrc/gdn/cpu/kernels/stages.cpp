@@ -53,7 +53,7 @@ void for_chunks(const Plan& plan, int64_t heads, Body&& body) {
   const Problem& p = plan.problem();
   const int64_t block = chunk_value_block(p);
   const ScratchPool<Scratch> pool(plan.num_threads(), p, block);
-  parallel_for(static_cast<int64_t>(plan.chunks().size()) * heads, plan.num_threads(), [&](int64_t unit, int worker) {
+  parallel_for(plan.num_chunks() * heads, plan.num_threads(), [&](int64_t unit, int worker) {
     Scratch s = pool.make(worker, p, block);
     body(s, plan.chunks()[unit / heads], unit / heads, unit % heads);
   });
