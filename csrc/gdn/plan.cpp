@@ -118,8 +118,7 @@ Plan Plan::make(const Problem& problem, const ScheduleOptions& options) {
                                   [](const SequenceRange& sequence) { return sequence.length != 0; });
   plan.value_block_ = choose_value_block(problem, busy, plan.num_threads_);
   // Scratch is laid out a thread: one that would find no unit to run gets none.
-  const int64_t most_units =
-      std::max(2 * plan.sequential_units(), plan.num_chunks_ * problem.value_heads);
+  const int64_t most_units = std::max(2 * plan.sequential_units(), plan.num_chunks_ * problem.value_heads);
   plan.num_threads_ = static_cast<int>(std::clamp<int64_t>(most_units, 1, plan.num_threads_));
   plan.schedules_ = std::make_shared<const Schedules>(options);
   return plan;
@@ -152,8 +151,8 @@ std::string Plan::describe() const {
                             p.sequence_offsets ? " packed" : " of equal length", ", chunks: ", num_chunks_);
   if (backend_ == Backend::kCpu) {
     text += concat("\n  instruction set: ", cpu_isa_name(), ", threads: ", num_threads_,
-                   "\n  chunk-parallel units: ", num_chunks_ * p.heads,
-                   ", sequential units: ", sequential_units(), " of ", value_block_, " state columns");
+                   "\n  chunk-parallel units: ", num_chunks_ * p.heads, ", sequential units: ", sequential_units(),
+                   " of ", value_block_, " state columns");
   }
   if (backend_ == Backend::kCuda) {
     const ScanCut& scan = schedules_->scan(*this);

@@ -236,7 +236,8 @@ void check_offsets(const Problem& problem) {
   }
 }
 
-// The operator's tensors, and a state for each chunk in the workspace, must have sizes that 64 bits hold, bytes included.
+// The operator's tensors, and a state for each chunk in the workspace, must have sizes that 64 bits hold, bytes
+// included.
 void check_sizes(const Problem& problem) {
   constexpr int64_t kBytes = 8;
   const auto fits = [](std::initializer_list<int64_t> sizes) {

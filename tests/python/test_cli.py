@@ -23,6 +23,13 @@ def test_info_names_version_and_backends(capsys):
     assert facts["cpu_isa"] in capsys.readouterr().out
 
 
+def test_version(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"cula-gdn {library_info().version}\n"
+
+
 def test_check_passes_here(capsys):
     assert main(["check", "--quick", "--device", "cpu", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from cula.gdn import library_info
 from cula.gdn.cli import bench, check, cp_sim, info
 
 __all__ = ["main"]
@@ -15,6 +16,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="cula-gdn", description="The Gated DeltaNet operator: information, checks, timing."
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {library_info().version}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in (info, check, bench, cp_sim):
         module.add_command(commands)
