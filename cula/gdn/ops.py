@@ -152,7 +152,9 @@ def chunk_gated_delta_rule(
         )  # fmt: skip
     _arguments.check_chunk_size(chunk_size)
     if cp_context is not None:
-        cu_seqlens, cu_seqlens_cpu = (getattr(cp_context, name, None) for name in ("cu_seqlens", "cu_seqlens_cpu"))
+        if not hasattr(cp_context, "cu_seqlens"):
+            raise TypeError(f"cp_context: expected one of build_cp_context, got a {type(cp_context).__name__}")
+        cu_seqlens, cu_seqlens_cpu = cp_context.cu_seqlens, getattr(cp_context, "cu_seqlens_cpu", None)
         if cu_seqlens is None:
             raise AssertionError("cp_context: expected a context with cu_seqlens, got one without")
         _arguments.check_tensor("cp_context.cu_seqlens", cu_seqlens)

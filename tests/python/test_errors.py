@@ -66,7 +66,11 @@ REJECTED = {
     "chunk_size_zero": (dict(valid(), chunk_size=0), ValueError, "^chunk_size: .* got 0"),
     "chunk_size_negative": (dict(valid(), chunk_size=-64), ValueError, "^chunk_size: .* got -64"),
     "cp_without_lengths": (dict(WITHOUT_STATE, cp_context=context(None)), AssertionError, "^cp_context: .*cu_seqlens"),
-    "cp_of_another_kind": (dict(WITHOUT_STATE, cp_context=True), AssertionError, "^cp_context: .*cu_seqlens"),
+    "cp_of_another_kind": (
+        dict(WITHOUT_STATE, cp_context=True),
+        TypeError,
+        "^cp_context: expected one of build_cp_context, got a bool",
+    ),
     "cp_without_group": (
         dict(WITHOUT_STATE, cp_context=context(offsets([70]))),
         TypeError,
