@@ -45,7 +45,9 @@ _INDEX_TENSORS = ("cu_seqlens", "cu_seqlens_cpu", "chunk_indices", "chunk_offset
 
 _NUMBERS = (numbers.Real, torch.SymFloat, torch.SymInt)
 
-_KIND_NAMES: dict[type, str] = {Tensor: "a tensor", type(None): "None", numbers.Real: "a number", bool: "True or False"}
+_KIND_NAMES: dict[type, str] = {
+    Tensor: "a tensor", type(None): "None", numbers.Real: "a number", int: "an int", bool: "True or False",
+}  # fmt: skip
 
 
 def _accepted(hint: Any) -> tuple[type, ...]:
@@ -68,19 +70,25 @@ def checked_types(function: Callable[_P, _R]) -> Callable[_P, _R]:
             kinds = accepted.get(name)
             if kinds is None:
                 continue
-            if not isinstance(value, kinds):
+            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
                 wanted = " or ".join(_KIND_NAMES.get(kind, kind.__name__) for kind in kinds)
                 raise TypeError(f"{name}: expected {wanted}, got {type(value).__name__}")
             if isinstance(value, Tensor):
                 _check_stage_tensor(name, value)
+            elif isinstance(value, int):
+                check_bits(name, value)
         return function(*args, **kwargs)
 
     return checked
 
 
 def _check_stage_tensor(name: str, x: Tensor) -> None:
-    if x.is_meta or x.layout != torch.strided:
-        raise ValueError(f"{name}: expected a dense tensor with values, got one that is {x.device.type}, {x.layout}")
+    if x.is_meta:
+        raise ValueError(f"{name}: expected a tensor with values, got a meta tensor")
+    if x.layout != torch.strided:
+        raise ValueError(f"{name}: expected a dense tensor, got a {x.layout} one")
+    if name in _INDEX_TENSORS and x.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name}: expected int32 or int64, got {x.dtype}")
     if name not in _INDEX_TENSORS and not x.is_floating_point():
         raise TypeError(f"{name}: expected float64, float32, bfloat16 or float16, got {x.dtype}")
 
@@ -88,6 +96,12 @@ def _check_stage_tensor(name: str, x: Tensor) -> None:
 def check_tensor(name: str, x: Any) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+
+
+def check_bits(name: str, x: int) -> None:
+    """The library takes integers of 64 bits, and refuses larger ones without their name."""
+    if not -(2**63) <= x < 2**63:
+        raise ValueError(f"{name}: expected a number of 64 bits, got {x}")
 
 
 def check_chunk_size(chunk_size: int) -> None:
@@ -102,6 +116,8 @@ def check_options(scale: Any, backend: Any, **flags: Any) -> None:
     """Types that torch's schemas would refuse without naming the argument as its user knows it."""
     if scale is not None and type(scale) is not float and (isinstance(scale, bool) or not isinstance(scale, _NUMBERS)):
         raise TypeError(f"scale: expected a number or None, got {type(scale).__name__}")
+    if isinstance(scale, int):
+        check_bits("scale", scale)
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend: expected a string or None, got {type(backend).__name__}")
     for name, flag in flags.items():

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from cula.gdn._arguments import check_tensor
+from cula.gdn._arguments import check_bits, check_tensor
 
 __all__ = ["prepare_checkpoint_offsets", "prepare_chunk_indices", "prepare_chunk_offsets"]
 
@@ -22,8 +22,8 @@ def _lengths(cu_seqlens: Tensor, size_name: str, size: int) -> Tensor:
         raise TypeError(f"{size_name}: expected an int, got {type(size).__name__}")
     if size < 1:
         raise ValueError(f"{size_name}: expected a positive number, got {size}")
-    if isinstance(size, int) and size >= 2**63:
-        raise ValueError(f"{size_name}: expected a number of 64 bits, got {size}")
+    if isinstance(size, int):
+        check_bits(size_name, size)
     lengths = torch.diff(cu_seqlens.long())
     if cu_seqlens.device.type == "cpu" and bool((lengths < 0).any()):
         raise ValueError(f"cu_seqlens: expected ascending offsets, got {cu_seqlens.tolist()}")

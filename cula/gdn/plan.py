@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cula.gdn import _native
-from cula.gdn._arguments import check_options, check_tensor
+from cula.gdn._arguments import check_bits, check_options, check_tensor
 from cula.gdn.index import host_offsets
 
 __all__ = ["LibraryInfo", "Plan", "library_info", "plan"]
@@ -73,8 +73,7 @@ def plan(
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int):
             raise TypeError(f"{name}: expected an int, got {type(size).__name__}")
-        if size >= 2**63:
-            raise ValueError(f"{name}: expected a number of 64 bits, got {size}")
+        check_bits(name, size)
     check_options(
         None, backend, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel,
         batch_invariant=batch_invariant,

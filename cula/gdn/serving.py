@@ -115,8 +115,8 @@ class Serving(NamedTuple):
             return None
         if isinstance(every, bool) or not isinstance(every, int | torch.SymInt):
             raise TypeError(f"checkpoint_every_n_tokens: expected an int, got {type(every).__name__}")
-        if isinstance(every, int) and abs(every) >= 2**63:
-            raise ValueError(f"checkpoint_every_n_tokens: expected a number of 64 bits, got {every}")
+        if isinstance(every, int):
+            _arguments.check_bits("checkpoint_every_n_tokens", every)
         if nothing and every == 0:
             return None
         return Serving(

@@ -110,6 +110,8 @@ REJECTED = {
     # An argument that would have no effect.
     "A_log_alone": (dict(valid(), A_log=torch.zeros(4)), ValueError, "^A_log: .*use_gate_in_kernel"),
     "dt_bias_alone": (dict(valid(), dt_bias=torch.zeros(4)), ValueError, "^dt_bias: .*use_gate_in_kernel"),
+    "scale_of_65_bits": (dict(valid(), scale=2**63), ValueError, "^scale: expected a number of 64 bits, got 9223"),
+    "scale_of_many_bits": (dict(valid(), scale=-(10**400)), ValueError, "^scale: expected a number of 64 bits, got -1"),
     "unknown_keyword": (
         dict(valid(), use_graph=True),
         TypeError,
@@ -334,6 +336,36 @@ H = torch.randn(1, 1, 4, 8, 6)
 
 REJECTED_STAGES = {
     "l2norm_eps": (_stage("l2norm_fwd", K, eps=1e-5), ValueError, "^eps: expected 1e-06, got 1e-05"),
+    "cumsum_scale_of_65_bits": (
+        _stage("chunk_local_cumsum", G, 64, scale=2**63),
+        ValueError,
+        "^scale: expected a number of 64 bits",
+    ),
+    "cumsum_scale_of_truth": (
+        _stage("chunk_local_cumsum", G, 64, scale=True),
+        TypeError,
+        "^scale: expected a number or None, got bool",
+    ),
+    "kkt_chunk_size_of_65_bits": (
+        _stage("chunk_scaled_dot_kkt_fwd", K, G, G, chunk_size=2**64),
+        ValueError,
+        "^chunk_size: expected a number of 64 bits",
+    ),
+    "fwd_h_length_kinds": (
+        _stage("chunk_gated_delta_rule_fwd_h", K, W, V, cu_seqlens=torch.tensor([0.0, 20.0])),
+        TypeError,
+        r"^cu_seqlens: expected int32 or int64, got torch\.float32",
+    ),
+    "fwd_h_offset_kinds": (
+        _stage("chunk_gated_delta_rule_fwd_h", K, W, V, cu_seqlens=offsets([20]), chunk_offsets=torch.zeros(2)),
+        TypeError,
+        r"^chunk_offsets: expected int32 or int64, got torch\.float32",
+    ),
+    "fwd_h_index_kinds": (
+        _stage("chunk_gated_delta_rule_fwd_h", K, W, V, cu_seqlens=offsets([20]), chunk_indices=torch.zeros(1, 2) > 0),
+        TypeError,
+        r"^chunk_indices: expected int32 or int64, got torch\.bool",
+    ),
     "l2norm_bwd_shape": (_stage("l2norm_bwd", K, G, K), ValueError, "^rstd: expected the leading shape"),
     "l2norm_integers": (_stage("l2norm_fwd", K.int()), TypeError, "^(x|q): expected float64"),
     "cumsum_head_first": (_stage("chunk_local_cumsum", G, 64, head_first=False), DeprecationWarning, "head_first"),
@@ -477,8 +509,9 @@ def test_rejected_plans_and_tables():
     for size, named in ((130.0, "float"), (True, "bool")):
         with pytest.raises(TypeError, match=f"^tokens: expected an int, got {named}"):
             plan(1, size, 2, 4, 16, 8)
-    with pytest.raises(ValueError, match=r"^tokens: expected a number of 64 bits"):
-        plan(1, 2**70, 2, 4, 16, 8)
+    for size in (2**70, -(2**70)):
+        with pytest.raises(ValueError, match=r"^tokens: expected a number of 64 bits"):
+            plan(1, size, 2, 4, 16, 8)
     for bad, message in (
         ({"cu_seqlens": [0, 1]}, "cu_seqlens: expected a tensor, got list"),
         ({"backend": 3}, "backend: expected a string or None, got int"),
