@@ -85,8 +85,7 @@ def checked_types(function: Callable[_P, _R]) -> Callable[_P, _R]:
 def _check_stage_tensor(name: str, x: Tensor) -> None:
     if x.is_meta:
         raise ValueError(f"{name}: expected a tensor with values, got a meta tensor")
-    if x.layout != torch.strided:
-        raise ValueError(f"{name}: expected a dense tensor, got a {x.layout} one")
+    refuse_other_layouts(**{name: x})
     if name in _INDEX_TENSORS and x.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name}: expected int32 or int64, got {x.dtype}")
     if name not in _INDEX_TENSORS and not x.is_floating_point():
@@ -150,6 +149,29 @@ def check_others(q: Tensor, **others: Tensor | None) -> None:
         check_tensor(name, x)
         if x.is_meta != q.is_meta:
             raise ValueError(f"{name}: expected a tensor on {q.device} as q, got one on {x.device}")
+
+
+def refuse_other_layouts(**tensors: Any) -> None:
+    """Tensors whose values do not lie in memory by strides, which torch refuses later without their names."""
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor) or (x.layout == torch.strided and not x.is_nested and not x.is_quantized):
+            continue
+        kind = "nested" if x.is_nested else "quantized" if x.is_quantized else str(x.layout)
+        raise ValueError(f"{name}: expected a dense tensor, got a {kind} one")
+
+
+def explain_failure(function: str, **tensors: Any) -> None:
+    """Of a call that torch refused: says why, if it is for what it can not know of the call; returns otherwise."""
+    refuse_other_layouts(**tensors)
+    if torch._C._get_tracing_state() is not None:
+        raise NotImplementedError(f"{function}: torch.jit.trace can not record it; use torch.compile or torch.export")
+
+
+def refuse_transforms(function: str) -> None:
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            f"{function}: torch.func's transforms (grad, vjp, vmap and others) do not exist; use autograd's backward"
+        )
 
 
 def refuse_tangents(function: str, *inputs: Tensor | None) -> None:

@@ -34,9 +34,10 @@ def _names(schema: str) -> list[str]:
 
 # Where arguments stand in a call of an operator: its options are the last ones. NUM_INPUTS and CU_SEQLENS hold for the
 # two operators that compute outputs, whose inputs are the first ones.
-NUM_INPUTS = len(_names(INPUTS_SCHEMA))
-CU_SEQLENS = _names(INPUTS_SCHEMA).index("cu_seqlens")
-CU_SEQLENS_CPU = _names(INPUTS_SCHEMA).index("cu_seqlens_cpu")
+INPUT_NAMES = _names(INPUTS_SCHEMA)
+NUM_INPUTS = len(INPUT_NAMES)
+CU_SEQLENS = INPUT_NAMES.index("cu_seqlens")
+CU_SEQLENS_CPU = INPUT_NAMES.index("cu_seqlens_cpu")
 OPTIONS = slice(-len(_names(OPTIONS_SCHEMA)), None)
 STATE_V_FIRST = OPTIONS.start + _names(OPTIONS_SCHEMA).index("state_v_first")
 # Inputs that may have a gradient: the first ones, up to the lengths.

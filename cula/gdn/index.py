@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from cula.gdn._arguments import check_bits, check_tensor
+from cula.gdn._arguments import check_bits, check_tensor, refuse_other_layouts
 
 __all__ = ["prepare_checkpoint_offsets", "prepare_chunk_indices", "prepare_chunk_offsets"]
 
@@ -14,6 +14,7 @@ __all__ = ["prepare_checkpoint_offsets", "prepare_chunk_indices", "prepare_chunk
 def _lengths(cu_seqlens: Tensor, size_name: str, size: int) -> Tensor:
     """Of the sequences; `size` is what they are to be divided by."""
     check_tensor("cu_seqlens", cu_seqlens)
+    refuse_other_layouts(cu_seqlens=cu_seqlens)
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"cu_seqlens: expected int32 or int64, got {cu_seqlens.dtype}")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:

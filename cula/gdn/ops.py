@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cula.gdn import _arguments
-from cula.gdn.autograd import forward_operator, is_plain
+from cula.gdn.autograd import INPUT_NAMES, forward_operator, is_plain
 from cula.gdn.autograd_cp import context_parallel
 from cula.gdn.serving import Serving
 
@@ -139,7 +139,7 @@ def chunk_gated_delta_rule(
         DeprecationWarning: head_first, which no longer exists, was passed.
         RuntimeError: no backend for this device in this build; lengths on a device during CUDA graph capture;
             a gradient of a gradient; another rank that failed.
-        NotImplementedError: torch.vmap; forward-mode derivatives; torch.func with cp_context.
+        NotImplementedError: torch.vmap; forward-mode derivatives; torch.func with cp_context; torch.jit.trace.
     """
     if kwargs:
         state_v_first = _arguments.resolve_state_layout("chunk_gated_delta_rule", state_v_first, kwargs)
@@ -194,10 +194,17 @@ def chunk_gated_delta_rule(
                 "batch_invariant: expected False with a cp_context over a group, whose cuts follow from the whole "
                 "stream, got True"
             )
+        _arguments.refuse_other_layouts(**dict(zip(INPUT_NAMES, inputs, strict=False)))
         return context_parallel(cp_context, inputs, chunk_indices, output_final_state, saves, options)
-    o, final_state, *_ = forward_operator(saves, plain)(
-        *inputs, cu_seqlens, cu_seqlens_cpu, chunk_indices, output_final_state, saves, *options
-    )
+    try:
+        o, final_state, *_ = forward_operator(saves, plain)(
+            *inputs, cu_seqlens, cu_seqlens_cpu, chunk_indices, output_final_state, saves, *options
+        )
+    except RuntimeError:
+        names = (*INPUT_NAMES, "chunk_indices")
+        tensors = (*inputs, cu_seqlens, cu_seqlens_cpu, chunk_indices)
+        _arguments.explain_failure("chunk_gated_delta_rule", **dict(zip(names, tensors, strict=True)))
+        raise
     return o, final_state
 
 

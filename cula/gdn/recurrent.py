@@ -11,6 +11,7 @@ from cula.gdn import _arguments, _native
 from cula.gdn.autograd import (
     CU_SEQLENS,
     CU_SEQLENS_CPU,
+    INPUT_NAMES,
     INPUTS_SCHEMA,
     NUM_DIFFERENTIABLE,
     NUM_INPUTS,
@@ -117,7 +118,7 @@ def fused_recurrent_gated_delta_rule(
         AssertionError: K > 256.
         DeprecationWarning: head_first, which no longer exists, was passed.
         RuntimeError: no backend for this device in this build.
-        NotImplementedError: in backward, for torch.vmap and for forward-mode derivatives.
+        NotImplementedError: in backward, for torch.func's transforms, forward-mode derivatives and torch.jit.trace.
     """
     if kwargs:
         state_v_first = _arguments.resolve_state_layout("fused_recurrent_gated_delta_rule", state_v_first, kwargs)
@@ -158,9 +159,17 @@ def fused_recurrent_gated_delta_rule(
     )
     if wanted is not None:
         return wanted.recurrent(inputs, (cu_seqlens, cu_seqlens_cpu), output_final_state, options)
-    return recurrent_forward(  # type: ignore[no-any-return]
-        *inputs, cu_seqlens, cu_seqlens_cpu, output_final_state, *options
-    )
+    try:
+        return recurrent_forward(  # type: ignore[no-any-return]
+            *inputs, cu_seqlens, cu_seqlens_cpu, output_final_state, *options
+        )
+    except RuntimeError as error:
+        function = "fused_recurrent_gated_delta_rule"
+        tensors = zip(INPUT_NAMES, (*inputs, cu_seqlens, cu_seqlens_cpu), strict=True)
+        _arguments.explain_failure(function, **dict(tensors))
+        if function not in str(error):
+            _arguments.refuse_transforms(function)
+        raise
 
 
 fused_recurrent_gdn = fused_recurrent_gated_delta_rule

@@ -79,6 +79,7 @@ def reference_gated_delta_rule(
 
     Raises:
         ValueError, TypeError, AssertionError: as `chunk_gated_delta_rule`, naming the argument.
+        NotImplementedError: torch.func's transforms; forward-mode derivatives.
     """
     _arguments.check_inputs(q, k, v, g, beta, use_gate_in_kernel)
     _arguments.check_others(
@@ -89,7 +90,11 @@ def reference_gated_delta_rule(
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
         state_v_first=state_v_first, output_final_state=output_final_state,
     )  # fmt: skip
+    _arguments.refuse_other_layouts(
+        q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, initial_state=initial_state, cu_seqlens=cu_seqlens
+    )
     _arguments.refuse_tangents("reference_gated_delta_rule", q, k, v, g, beta, A_log, dt_bias, initial_state)
+    _arguments.refuse_transforms("reference_gated_delta_rule")
     if g is None:
         g = _arguments.zero_gate(v)
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)

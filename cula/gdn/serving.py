@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cula.gdn import _arguments, _native
 from cula.gdn.autograd import (
+    INPUT_NAMES,
     INPUTS_SCHEMA,
     NUM_DIFFERENTIABLE,
     NUM_INPUTS,
@@ -136,16 +137,34 @@ class Serving(NamedTuple):
         options: tuple[Any, ...],
     ) -> tuple[Tensor, Tensor | None]:
         """`inputs`: all that may have a gradient elsewhere; `lengths`: cu_seqlens, cu_seqlens_cpu."""
-        o, final_state = self._results(inputs, lengths[0], output_final_state, options[STATE_V_FIRST])
-        _chunk(*inputs, *lengths, chunk_indices, *self._arguments(o, final_state), *options)
+        try:
+            o, final_state = self._results(inputs, lengths[0], output_final_state, options[STATE_V_FIRST])
+            _chunk(*inputs, *lengths, chunk_indices, *self._arguments(o, final_state), *options)
+        except RuntimeError:
+            self._explain_failure("chunk_gated_delta_rule", inputs, lengths, chunk_indices)
+            raise
         return o, final_state
 
     def recurrent(
         self, inputs: Inputs, lengths: Lengths, output_final_state: bool, options: tuple[Any, ...]
     ) -> tuple[Tensor, Tensor | None]:
-        o, final_state = self._results(inputs, lengths[0], output_final_state, options[STATE_V_FIRST])
-        _recurrent(*inputs, *lengths, *self._arguments(o, final_state), *options)
+        try:
+            o, final_state = self._results(inputs, lengths[0], output_final_state, options[STATE_V_FIRST])
+            _recurrent(*inputs, *lengths, *self._arguments(o, final_state), *options)
+        except RuntimeError:
+            self._explain_failure("fused_recurrent_gated_delta_rule", inputs, lengths, None)
+            raise
         return o, final_state
+
+    def _explain_failure(self, function: str, inputs: Inputs, lengths: Lengths, chunk_indices: Tensor | None) -> None:
+        names = (*INPUT_NAMES, "chunk_indices", *self._fields[:-1])
+        _arguments.explain_failure(
+            function, **dict(zip(names, (*inputs, *lengths, chunk_indices, *self[:-1]), strict=True))
+        )
+        for name in ("output", "output_state", "state_checkpoints"):
+            x = getattr(self, name)
+            if x is not None and x.is_neg():
+                raise ValueError(f"{name}: expected a tensor whose memory holds its values, got a negated view")
 
     def _arguments(self, o: Tensor, final_state: Tensor | None) -> tuple[Any, ...]:
         """As _SERVING_SCHEMA has them."""

@@ -605,3 +605,73 @@ def test_one_meta_tensor_among_others(operator, name):
     arguments[name] = arguments[name].to("meta")
     with pytest.raises(ValueError, match=rf"{name}: expected a tensor on cpu"):
         operator(**arguments)
+
+
+# Of tensors whose values do not lie in memory by strides.
+LAYOUTS = {
+    "sparse": (torch.Tensor.to_sparse, r"torch\.sparse_coo"),
+    "quantized": (lambda x: torch.quantize_per_tensor(x.float(), 0.1, 0, torch.qint8), "quantized"),
+    "nested": (lambda x: torch.nested.nested_tensor([x[0]]), "nested"),
+    "jagged": (lambda x: torch.nested.nested_tensor([x[0]], layout=torch.jagged), "nested"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings("ignore:.*quantize")
+@pytest.mark.parametrize(
+    "operator", [chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, reference_gated_delta_rule]
+)
+@pytest.mark.parametrize("name", ["q", "v", "g", "beta", "initial_state", "cu_seqlens"])
+@parametrize(layout=LAYOUTS)
+def test_other_layouts_are_named(operator, name, layout):
+    convert, kind = layout
+    x = {**make_inputs(lengths=[70], H=2, HV=4, K=16, V=8)}
+    if name == "cu_seqlens" and kind == "nested":
+        x[name] = torch.nested.nested_tensor([x[name]])
+    else:
+        x[name] = convert(x[name])
+    with pytest.raises(ValueError, match=f"^{name}: expected a dense tensor, got a {kind} one$"):
+        operator(**x)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings("ignore:.*quantize")
+@parametrize(layout=LAYOUTS)
+def test_stages_and_tables_name_other_layouts(layout):
+    convert, kind = layout
+    with pytest.raises(ValueError, match=f"^w: expected a dense tensor, got a {kind} one$"):
+        stages.chunk_gated_delta_rule_fwd_h(K, convert(W), V)
+    with pytest.raises(ValueError, match=r"^cu_seqlens: expected a dense tensor, got a torch\.sparse_coo one$"):
+        prepare_chunk_indices(offsets([20]).to_sparse(), 64)
+
+
+@pytest.mark.parametrize("operator", [chunk_gated_delta_rule, fused_recurrent_gated_delta_rule])
+@pytest.mark.parametrize("name", ["output", "output_state"])
+def test_buffers_that_do_not_lie_in_memory(operator, name):
+    inputs = valid()
+    buffers = {"output": torch.zeros(2, 70, 4, 8), "output_state": torch.zeros(2, 4, 16, 8)}
+    for other, message in (
+        (torch._neg_view(buffers[name]), "a tensor whose memory holds its values, got a negated view"),
+        (torch.zeros(buffers[name].shape, dtype=torch.complex64).conj().imag, "a tensor whose memory .* negated view"),
+        (buffers[name].to_sparse(), r"a dense tensor, got a torch\.sparse_coo one"),
+    ):
+        with pytest.raises(ValueError, match=f"^{name}: expected {message}$"):
+            operator(**inputs, output_final_state=True, **{**buffers, name: other})
+
+
+@pytest.mark.parametrize("operator", [fused_recurrent_gated_delta_rule, reference_gated_delta_rule])
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.vmap])
+def test_transforms_that_do_not_exist_are_named(operator, transform):
+    inputs = valid()
+    q = inputs.pop("q")
+    with pytest.raises(NotImplementedError, match=rf"^{operator.__name__}: torch\."):
+        transform(lambda q: operator(q, **inputs)[0].sum())(torch.stack([q, q]) if transform is torch.func.vmap else q)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
+@pytest.mark.parametrize("operator", [chunk_gated_delta_rule, fused_recurrent_gated_delta_rule])
+def test_torch_jit_trace_is_named(operator):
+    inputs = valid()
+    q = inputs.pop("q")
+    with pytest.raises(NotImplementedError, match=rf"^{operator.__name__}: torch\.jit\.trace can not record it"):
+        torch.jit.trace(lambda q: operator(q, **inputs)[0], (q,))
