@@ -80,6 +80,13 @@ struct Copies {
     if constexpr (kFault != Fault::kCopy) cp_async_wait<0>();
   }
 };
+// The same, but a round's copies are still under way when the warp arrives for those of the round before: as the passes
+// over chunks do where shared memory has room for more of them.
+struct LaggingCopies {};
+// The copies of two rounds begin together, as two groups; each is waited for and announced by itself.
+struct PairedCopies {};
+template <class Put>
+inline constexpr bool kByGroups = std::is_same_v<Put, LaggingCopies> || std::is_same_v<Put, PairedCopies>;
 // By the copy engine, which completes the barrier of the slot: BulkCopies a run of bytes, TensorCopies a box.
 struct BulkCopies {};
 struct TensorCopies {};
@@ -181,6 +188,28 @@ struct Arrivals {
     sync_named((full ? 1 : 1 + kSlots) + round % kSlots, 32 * (kFrom + kTo));
   }
 };
+// The same where those who write come late, so that readers have gone on when their arrival is waited for.
+struct LateWriters : Arrivals {
+  template <int kFrom, int kTo>
+  __device__ static void wait(const Shared& shared, bool full, int round) {
+    if (!full) __nanosleep(500'000);
+    Arrivals::wait<kFrom, kTo>(shared, full, round);
+  }
+};
+// And readers meet among themselves at another barrier: before they read, or when they have arrived.
+template <bool kBefore, bool kBehind>
+struct ReadersMeet : LateWriters {
+  template <int kFrom, int kTo, Fault kFault>
+  __device__ static void arrive(const Shared& shared, bool full, int round) {
+    Arrivals::arrive<kFrom, kTo, kFault>(shared, full, round);
+    if (kBehind && !full) sync_named(7, 32 * kFrom);
+  }
+  template <int kFrom, int kTo>
+  __device__ static void wait(const Shared& shared, bool full, int round) {
+    LateWriters::wait<kFrom, kTo>(shared, full, round);
+    if (kBefore && full) sync_named(7, 32 * kTo);
+  }
+};
 // Those who write wait too, by bar.sync, for those who read to come for it.
 struct Meetings : Arrivals {
   template <int kFrom, int kTo, Fault kFault>
@@ -270,10 +299,30 @@ __global__ void hand_over(const __grid_constant__ ProbeArgs args) {
     sync_block();
   }
 
-  const auto write = [&](int r) {
+  const auto wait_for_room = [&](int r) {
     if (r >= kSlots && kFault != Fault::kEmpty) Sync::template wait<kReaders, kWriters>(shared, false, r - kSlots);
     if (r >= kSlots && kFault == Fault::kEmpty) pace_wait(args, kWriters, kWriters + kReaders, r - kSlots + 1);
     if constexpr (kFault == Fault::kFull) pace_set(args, warp, r + 1);
+  };
+  const auto announce = [&](int r) {
+    if constexpr (Sync::kMbarriers || kFault != Fault::kFull) {
+      Sync::template arrive<kWriters, kReaders, kFault>(shared, true, r);
+    }
+  };
+  const auto write = [&](int r) {
+    if constexpr (std::is_same_v<Put, PairedCopies>) {
+      if (r % 2 != 0) return;
+      for (int i = r; i < r + 2; ++i) {
+        wait_for_room(i);
+        Copies::put<Fault::kCopy>(shared.tiles[i % kSlots][warp], args.in + (i * kWriters + warp) * kTileWords);
+      }
+      if constexpr (kFault != Fault::kCopy) cp_async_wait<1>();
+      announce(r);
+      if constexpr (kFault != Fault::kCopy) cp_async_wait<0>();
+      announce(r + 1);
+      return;
+    }
+    wait_for_room(r);
     Tile& tile = shared.tiles[r % kSlots][warp];
     if constexpr (kByCopyEngine<Put>) {
       const uint32_t barrier = shared.full_barrier(r);
@@ -286,11 +335,19 @@ __global__ void hand_over(const __grid_constant__ ProbeArgs args) {
         }
       }
       if constexpr (kFault == Fault::kFull) mbarrier_wait(barrier, parity(r));  // the writer does, the readers do not
-    } else {
-      Put::template put<kFault>(tile, args.in + (r * kWriters + warp) * kTileWords);
-      if constexpr (Sync::kMbarriers || kFault != Fault::kFull) {
-        Sync::template arrive<kWriters, kReaders, kFault>(shared, true, r);
+    } else if constexpr (std::is_same_v<Put, LaggingCopies>) {
+      Copies::put<Fault::kCopy>(tile, args.in + (r * kWriters + warp) * kTileWords);
+      if (r > 0) {
+        if constexpr (kFault != Fault::kCopy) cp_async_wait<1>();
+        announce(r - 1);
       }
+      if (r == rounds - 1) {
+        if constexpr (kFault != Fault::kCopy) cp_async_wait<0>();
+        announce(r);
+      }
+    } else if constexpr (!kByGroups<Put>) {
+      Put::template put<kFault>(tile, args.in + (r * kWriters + warp) * kTileWords);
+      announce(r);
     }
   };
   const auto read = [&](int r) {
@@ -399,7 +456,7 @@ std::vector<Variant> all_variants() {
   add_hand_over<Arrivals, Stores, Loads, 1, 1, 0, kFull, kEmpty>(v, "3 stores, bar.arrive/sync 1:1, ring");
   add_hand_over<Arrivals, Stores, Loads, 1, 1, 4, kFull, kEmpty>(v, "3 stores, bar.arrive/sync 1:1, unrolled");
   add_hand_over<Arrivals, Stores, Loads, 2, 2, 0, kFull, kEmpty>(v, "3 stores, bar.arrive/sync 2:2, ring");
-  add_hand_over<Meetings, Stores, Loads, 1, 1, 0, kFull, kEmpty>(v, "3 stores, bar.sync/sync 1:1, ring");
+  add_hand_over<Meetings, Stores, Loads, 1, 1, 0, kFull>(v, "3 stores, bar.sync/sync 1:1, ring");
 
   add_exchange<Block, Block, Copies, MatrixLoads, 2, 0, kFull, kEmpty, kCopy>(v, "4 cp.async, __syncthreads, loop");
   add_exchange<Named, Named, Copies, MatrixLoads, 2, 0, kFull, kEmpty, kCopy>(v, "4 cp.async, bar.sync, loop");
@@ -410,8 +467,29 @@ std::vector<Variant> all_variants() {
       v, "4 cp.async to ldmatrix, bar.arrive/sync 1:1, ring");
   add_hand_over<Arrivals, Copies, MatrixLoads, 1, 2, 0, kFull, kEmpty>(
       v, "4 cp.async to ldmatrix, bar.arrive/sync 1:2, ring");
-  add_hand_over<Meetings, Copies, MatrixLoads, 1, 1, 0, kFull, kEmpty>(
-      v, "4 cp.async to ldmatrix, bar.sync/sync 1:1, ring");
+  add_hand_over<Meetings, Copies, MatrixLoads, 1, 1, 0, kFull>(v, "4 cp.async to ldmatrix, bar.sync/sync 1:1, ring");
+
+  add_hand_over<Arrivals, LaggingCopies, MatrixLoads, 1, 1, 0, kFull, kEmpty, kCopy>(
+      v, "4 cp.async to ldmatrix, the next under way, bar.arrive/sync 1:1, ring");
+  add_hand_over<Arrivals, LaggingCopies, MatrixLoads, 2, 2, 0, kFull, kEmpty, kCopy>(
+      v, "4 cp.async to ldmatrix, the next under way, bar.arrive/sync 2:2, ring");
+  add_hand_over<Arrivals, PairedCopies, MatrixLoads, 1, 1, 0, kFull, kEmpty, kCopy>(
+      v, "4 cp.async to ldmatrix, two groups, bar.arrive/sync 1:1, ring");
+  add_hand_over<Arrivals, PairedCopies, MatrixLoads, 2, 2, 0, kFull, kEmpty, kCopy>(
+      v, "4 cp.async to ldmatrix, two groups, bar.arrive/sync 2:2, ring");
+  add_hand_over<AllLanes, LaggingCopies, MatrixLoads, 1, 1, 0, kFull, kEmpty, kCopy>(
+      v, "4 cp.async to ldmatrix, the next under way, mbarrier all lanes 1:1, ring");
+
+  add_hand_over<LateWriters, Copies, MatrixLoads, 2, 2, 0, kFull, kEmpty>(
+      v, "4 cp.async to ldmatrix, late, bar.arrive/sync 2:2, ring");
+  add_hand_over<ReadersMeet<false, true>, Copies, MatrixLoads, 2, 2, 0, kFull, kEmpty>(
+      v, "4 cp.async to ldmatrix, late, readers meet behind, bar.arrive/sync 2:2, ring");
+  add_hand_over<ReadersMeet<true, false>, Copies, MatrixLoads, 2, 2, 0, kFull, kEmpty>(
+      v, "4 cp.async to ldmatrix, late, readers meet before, bar.arrive/sync 2:2, ring");
+  add_hand_over<ReadersMeet<true, true>, LaggingCopies, MatrixLoads, 2, 2, 0, kFull, kEmpty>(
+      v, "4 cp.async to ldmatrix, the next under way, late, readers meet, bar.arrive/sync 2:2, ring");
+  add_hand_over<ReadersMeet<true, true>, Stores, Loads, 2, 2, 0, kFull, kEmpty>(
+      v, "4 stores, late, readers meet, bar.arrive/sync 2:2, ring");
 
   add_hand_over<AllLanes, Stores, Loads, 1, 1, 1, kFull>(v, "5 stores, mbarrier all lanes 1:1, once");
   add_hand_over<AllLanes, Stores, Loads, 1, 1, 0, kFull, kEmpty>(v, "5 stores, mbarrier all lanes 1:1, ring");
