@@ -167,7 +167,7 @@ class Checker {
 
   // Packed sequences have one row of the batch.
   int64_t num_chunks_of_row() const {
-    if (problem_.sequence_offsets) return static_cast<int64_t>(plan_.chunks().size());
+    if (problem_.sequence_offsets) return plan_.num_chunks();
     return (problem_.tokens + problem_.chunk_size - 1) / problem_.chunk_size;
   }
 
