@@ -86,6 +86,8 @@ struct SequenceTable {
     if (segment_chunks == 0) return num_sequences;
     return offsets ? num_slots() / segment_chunks + num_sequences : num_sequences * segments_per_row;
   }
+  // Of packed sequence n, which starts at token `begin`. Chunks have 2^i tokens, and a 64-bit division is a call.
+  __device__ int64_t first_slot(int64_t n, int64_t begin) const { return (begin >> (31 - __clz(chunk_size))) + n; }
   // Clamped, so that wrong values on the device can not lead outside the tensors.
   __device__ int64_t boundary(int64_t n) const {
     const int64_t x = load_index(offsets, wide, n);
@@ -122,7 +124,7 @@ __device__ __forceinline__ Sequence find_sequence(const SequenceTable& table, in
   if (table.offsets == nullptr) return {n, 0, table.tokens, n * table.slots_per_row};
   const int64_t begin = table.boundary(n);
   const int64_t end = table.boundary(n + 1);
-  return {0, begin, end > begin ? end - begin : 0, begin / table.chunk_size + n};
+  return {0, begin, end > begin ? end - begin : 0, table.first_slot(n, begin)};
 }
 
 // The last of `count` sequences whose first place is at or before this one: 32 probes a round. All lanes must call.
@@ -140,6 +142,20 @@ __device__ __forceinline__ int64_t find_owner(int64_t count, int64_t place, cons
   return low;
 }
 
+// The chunk of a slot that belongs to packed tokens [begin, end), or to none; false if it is empty.
+__device__ __forceinline__ bool chunk_at(const SequenceTable& table, int64_t slot, int64_t sequence, int64_t begin,
+                                         int64_t end, Chunk& chunk) {
+  chunk.sequence = sequence;
+  chunk.batch = 0;
+  chunk.index = slot - table.first_slot(sequence, begin);
+  const int64_t done = chunk.index * table.chunk_size;
+  chunk.token = begin + done;
+  if (chunk.index < 0 || chunk.token >= end) return false;
+  const int64_t left = end - chunk.token;
+  chunk.length = static_cast<int>(left < table.chunk_size ? left : table.chunk_size);
+  return true;
+}
+
 // Finds the chunk of a slot; false if the slot is empty. All lanes of the warp must call.
 __device__ __forceinline__ bool find_chunk(const SequenceTable& table, int64_t slot, Chunk& chunk) {
   if (table.offsets == nullptr) {
@@ -151,24 +167,39 @@ __device__ __forceinline__ bool find_chunk(const SequenceTable& table, int64_t s
     chunk.length = static_cast<int>(left < table.chunk_size ? left : table.chunk_size);
     return true;
   }
-  const int64_t low =
-      find_owner(table.num_sequences, slot, [&](int64_t n) { return table.boundary(n) / table.chunk_size + n; });
-  const Sequence sequence = find_sequence(table, low);
-  chunk.sequence = low;
-  chunk.batch = 0;
-  chunk.index = slot - sequence.first_slot;
-  const int64_t done = chunk.index * table.chunk_size;
-  if (chunk.index < 0 || done >= sequence.length) return false;
-  chunk.token = sequence.begin + done;
-  chunk.length =
-      static_cast<int>(sequence.length - done < table.chunk_size ? sequence.length - done : table.chunk_size);
-  return true;
+  const int64_t owner =
+      find_owner(table.num_sequences, slot, [&](int64_t n) { return table.first_slot(n, table.boundary(n)); });
+  return chunk_at(table, slot, owner, table.boundary(owner), table.boundary(owner + 1), chunk);
 }
+
+// The same for many slots: of fewer than 32 packed sequences each lane keeps a boundary, so that no search waits for
+// memory. All lanes of the warp must call, the constructor too.
+class ChunkFinder {
+ public:
+  __device__ __forceinline__ explicit ChunkFinder(const SequenceTable& table) : table_(table) {
+    const int64_t lane = lane_id();
+    if (keeps()) boundary_ = table.boundary(lane < table.num_sequences ? lane : table.num_sequences);
+  }
+
+  __device__ __forceinline__ bool find(int64_t slot, Chunk& chunk) const {
+    if (!keeps()) return find_chunk(table_, slot, chunk);
+    const int lane = lane_id();
+    const bool reached = lane < table_.num_sequences && table_.first_slot(lane, boundary_) <= slot;
+    const int owner = 31 - __clz(static_cast<int>(ballot(reached) | 1u));
+    return chunk_at(table_, slot, owner, shuffle(boundary_, owner), shuffle(boundary_, owner + 1), chunk);
+  }
+
+ private:
+  __device__ __forceinline__ bool keeps() const { return table_.offsets != nullptr && table_.num_sequences < 32; }
+
+  const SequenceTable& table_;
+  int64_t boundary_ = 0;  // in front of the sequence that the lane counts, or behind the last
+};
 
 __device__ __forceinline__ int64_t first_segment_place(const SequenceTable& table, int64_t n) {
   if (table.segment_chunks == 0) return n;
   if (table.offsets == nullptr) return n * table.segments_per_row;
-  return (table.boundary(n) / table.chunk_size + n) / table.segment_chunks + n;
+  return table.first_slot(n, table.boundary(n)) / table.segment_chunks + n;
 }
 
 __device__ __forceinline__ int64_t count_segments(const SequenceTable& table, const Sequence& sequence) {

@@ -9,6 +9,7 @@ namespace cula::gdn::sm90 {
 using namespace cula::device;
 using cuda::CheckpointArgs;
 using cuda::Chunk;
+using cuda::ChunkFinder;
 using cuda::find_chunk;
 using cuda::find_sequence;
 using cuda::GateArgs;

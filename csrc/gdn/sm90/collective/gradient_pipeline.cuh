@@ -172,6 +172,7 @@ template <class F>
 __device__ __forceinline__ void for_each_item(const GradientArgs& args, F&& f) {
   const int heads = static_cast<int>(args.heads);
   const int items = args.window.slots() * heads;
+  const ChunkFinder chunks(args.sequences);
   int number = 0;
 #pragma unroll 1
   for (int i = static_cast<int>(blockIdx.x); i < items; i += static_cast<int>(gridDim.x)) {
@@ -180,7 +181,7 @@ __device__ __forceinline__ void for_each_item(const GradientArgs& args, F&& f) {
     item.key_head = i - item.slot * heads;
     item.slot += args.window.begin;
     Chunk chunk;
-    if (!find_chunk(args.sequences, item.slot, chunk)) continue;
+    if (!chunks.find(item.slot, chunk)) continue;
     item.batch = static_cast<int>(chunk.batch);
     item.token = static_cast<int>(chunk.token);
     item.length = chunk.length;

@@ -73,7 +73,7 @@ struct AdjointConsumer : ScanState<T, kKeyDim, kKind, true> {
       wgmma_fence();
       State::template multiply<kKeyDim / 16>(x, d_operand, tiles, 0);  // X' = D' K'
       wgmma_commit();
-      State::put(d_operand, rows, value_at, c, stage == 0 ? kStages - 1 : stage - 1);
+      State::put(d_operand, rows, value_at, c, stage == 0 ? Shared::kStages - 1 : stage - 1);
       State::load_values(o, shared.stage(stage) + Shared::kValues, value_at);
       load_factors(offsetof(ChunkFactors, out_decay));
       const float chunk_decay = load_shared(shared.factor(stage) + offsetof(ChunkFactors, chunk_decay));
@@ -150,7 +150,7 @@ struct AdjointConsumer : ScanState<T, kKeyDim, kKind, true> {
       }
       wgmma_wait<0>();
       pack(d_operand, d);
-      if (++stage == kStages) {
+      if (++stage == Shared::kStages) {
         stage = 0;
         phase ^= 1;
       }

@@ -128,7 +128,7 @@ struct ScanFeeder {
     const int n = unit.num_chunks;
     const ScanLoader<kKeyDim, kAdjoint> loader = {args, unit, shared};
     if (thread == 0) {
-      for (int c = 0; c < kStages - 1 && c < n; ++c) loader.load(c, c);
+      for (int c = 0; c < Shared::kStages - 1 && c < n; ++c) loader.load(c, c);
     }
     if constexpr (kAdjoint) {  // above the diagonal blocks the buffers stay zero
       for (int i = thread; i < kScoreBuffers * kTileBytes / 16; i += kWarpgroupThreads) {
@@ -161,9 +161,9 @@ struct ScanFeeder {
         if (lane == 0) mbarrier_arrive(shared.scored_barrier(buffer));
       }
       if (thread == 0) {
-        const int ahead = c + kStages - 1;
-        const int next = stage == 0 ? kStages - 1 : stage - 1;  // the stage of chunk c - 1
-        if (c >= 1) mbarrier_wait(shared.empty_barrier(next), ((c - 1) / kStages) & 1);
+        const int ahead = c + Shared::kStages - 1;
+        const int next = stage == 0 ? Shared::kStages - 1 : stage - 1;  // the stage of chunk c - 1
+        if (c >= 1) mbarrier_wait(shared.empty_barrier(next), ((c - 1) / Shared::kStages) & 1);
         if (ahead < n) loader.load(ahead, next);
       }
       if constexpr (kAdjoint) {
@@ -171,7 +171,7 @@ struct ScanFeeder {
       } else {
         sync_feeder();  // else a warp might miss a whole phase of a stage, whose release does not wait for it
       }
-      if (++stage == kStages) {
+      if (++stage == Shared::kStages) {
         stage = 0;
         phase ^= 1;
       }

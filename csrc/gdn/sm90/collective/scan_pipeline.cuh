@@ -176,6 +176,7 @@ struct ScanUnit {
 template <int kKeyDim, bool kAdjoint>
 struct ScanShared {
   static constexpr int kKeyTiles = kKeyDim / 64;
+  static constexpr int kStages = 3;
   static constexpr int kStageTiles = kAdjoint ? 2 * kKeyTiles + 2 : kKeyTiles + 2;
   struct Stage {
     SwizzledTile tiles[kStageTiles];  // K; V or dO; A; Q

@@ -49,7 +49,7 @@ struct RecomputeConsumer : ScanState<T, kKeyDim, kKind, false> {
       wgmma_fence();
       State::template multiply<kKeyDim / 16>(u, s_operand, tiles, 0);  // U' = S' K'
       wgmma_commit();
-      State::put(s_operand, rows, value_at, c, stage == 0 ? kStages - 1 : stage - 1);
+      State::put(s_operand, rows, value_at, c, stage == 0 ? Shared::kStages - 1 : stage - 1);
       State::load_values(x, shared.stage(stage) + Shared::kValues, value_at);
       if constexpr (kKind == ScanKind::kSummary) {
 #pragma unroll
@@ -88,7 +88,7 @@ struct RecomputeConsumer : ScanState<T, kKeyDim, kKind, false> {
       wgmma_commit();
       wgmma_wait<0>();
       pack_operands<T>(s_operand, s);
-      if (++stage == kStages) {
+      if (++stage == Shared::kStages) {
         stage = 0;
         phase ^= 1;
       }

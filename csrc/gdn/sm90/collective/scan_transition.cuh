@@ -69,7 +69,7 @@ struct TransitionConsumer : ScanState<T, kKeyDim, ScanKind::kSummary, false> {
       multiply_terms<kKeyDim / 16>(u, first, rest, tiles, 0);  // U' = M' K'
       wgmma_commit();
       State::sync_group();  // all warps have left the chunk before
-      if (leader && c > 0) mbarrier_arrive(shared.empty_barrier(stage == 0 ? kStages - 1 : stage - 1));
+      if (leader && c > 0) mbarrier_arrive(shared.empty_barrier(stage == 0 ? Shared::kStages - 1 : stage - 1));
       load_factors(offsetof(ChunkFactors, beta_decay));
       wgmma_wait<0>();  // U
 
@@ -92,7 +92,7 @@ struct TransitionConsumer : ScanState<T, kKeyDim, ScanKind::kSummary, false> {
       wgmma_commit();
       wgmma_wait<0>();
       split_operands<T>(first, rest, m);
-      if (++stage == kStages) {
+      if (++stage == Shared::kStages) {
         stage = 0;
         phase ^= 1;
       }

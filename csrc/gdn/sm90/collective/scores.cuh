@@ -1,6 +1,6 @@
-// The warpgroup that feeds the consumers: it loads chunks by TMA, two ahead, and makes P = scale Q K^T o decay one
-// ahead. It must be the faster side, so nothing of it waits for another of its warps but the product: loads are issued
-// behind that, and each warp hands its rows of P on by itself.
+// The warpgroup that feeds the consumers: it loads chunks by TMA, as many ahead as there are stages but one, and makes
+// P = scale Q K^T o decay one ahead. It must be the faster side, so nothing of it waits for another of its warps but
+// the product: loads are issued behind that, and each warp hands its rows of P on by itself.
 #pragma once
 
 #include "gdn/sm90/collective/pipeline.cuh"
@@ -85,7 +85,7 @@ struct Feeder {
     const int n = unit.num_chunks;
     const Loader<kKeyDim, kValueTiles, true> loader = {args, unit, shared};
     if (thread == 0) {
-      for (int c = 0; c < kStages && c < n; ++c) loader.load(c, c);
+      for (int c = 0; c < Shared::kStages && c < n; ++c) loader.load(c, c);
     }
     // Above the diagonal blocks the buffers stay zero.
     for (int i = thread; i < kScoreBuffers * kTileBytes / 16; i += kWarpgroupThreads) {
@@ -122,12 +122,13 @@ struct Feeder {
       wgmma_commit();
       const float gamma0 = load_shared(factors + offsetof(ChunkFactors, gamma) + 4 * row) + args.log2_scale;
       const float gamma1 = load_shared(factors + offsetof(ChunkFactors, gamma) + 4 * row + 32) + args.log2_scale;
-      // Chunk c - 2 had this buffer of scores, and the stage that chunk c + 1 comes to.
-      static_assert(kStages == 3 && kScoreBuffers == 2);
-      const int next = stage == kStages - 1 ? 0 : stage + 1;
+      // Chunk c - 2 had this buffer of scores; its stage is the next one to load.
+      static_assert(kScoreBuffers == 2);
+      constexpr int kAhead = Shared::kStages - 2;
+      const int next = stage < 2 ? stage + kAhead : stage - 2;
       if (c >= 2) {
-        mbarrier_wait(shared.empty_barrier(next), ((c - 2) / kStages) & 1);
-        if (thread == 0 && c + 1 < n) loader.load(c + 1, next);
+        mbarrier_wait(shared.empty_barrier(next), ((c - 2) / Shared::kStages) & 1);
+        if (thread == 0 && c + kAhead < n) loader.load(c + kAhead, next);
       }
       wgmma_wait<0>();
       const auto gate = [&](int i, int j) {  // 8 columns from 8 i on; j: the block of 16 that they are in
@@ -174,7 +175,7 @@ struct Feeder {
       fence_async_shared();
       sync_warp();
       if (lane == 0) mbarrier_arrive(shared.scored_barrier(c & 1));
-      if (++stage == kStages) {
+      if (++stage == Shared::kStages) {
         stage = 0;
         phase ^= 1;
       }
@@ -195,7 +196,7 @@ struct SummaryFeeder {
     const Loader<kKeyDim, kValueTiles, false> loader = {args, unit, shared};
     if (!unit.has_values) {
 #pragma unroll 1
-      for (int stage = 0; stage < kStages; ++stage) {
+      for (int stage = 0; stage < Shared::kStages; ++stage) {
         for (int i = warpgroup_thread(); i < kValueTiles * kTileBytes / 16; i += kWarpgroupThreads) {
           clear_shared_vector(shared.stage(stage) + Shared::kV + 16 * i);
         }
@@ -207,9 +208,9 @@ struct SummaryFeeder {
     int phase = 1;  // of the stages' release: nobody has to release them for the first round
 #pragma unroll 1
     for (int c = 0; c < unit.num_chunks; ++c) {
-      if (c >= kStages) mbarrier_wait(shared.empty_barrier(stage), phase);
+      if (c >= Shared::kStages) mbarrier_wait(shared.empty_barrier(stage), phase);
       loader.load(c, stage);
-      if (++stage == kStages) {
+      if (++stage == Shared::kStages) {
         stage = 0;
         phase ^= 1;
       }

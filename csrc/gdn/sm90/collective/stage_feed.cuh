@@ -45,11 +45,12 @@ template <class F>
 __device__ __forceinline__ void for_each_item(const StageGrid& grid, F&& f) {
   const int heads = static_cast<int>(grid.heads);
   const int64_t items = grid.sequences.num_slots() * heads;
+  const ChunkFinder chunks(grid.sequences);
 #pragma unroll 1
   for (int64_t i = blockIdx.x; i < items; i += gridDim.x) {
     const int64_t slot = i / heads;
     Chunk chunk;
-    if (find_chunk(grid.sequences, slot, chunk)) f(chunk, static_cast<int>(i - slot * heads));
+    if (chunks.find(slot, chunk)) f(chunk, static_cast<int>(i - slot * heads));
   }
 }
 

@@ -313,7 +313,7 @@ struct StateConsumer {
           if (unit.tail_length == kRows || c < n - 1) store_checkpoint(s, c);
         }
       }
-      if (++stage == kStages) {
+      if (++stage == Shared::kStages) {
         stage = 0;
         phase ^= 1;
       }

@@ -74,7 +74,7 @@ template <class Shared>
 __device__ __forceinline__ typename Shared::Map init_shared(void* memory, int consumers, int arrivals) {
   const typename Shared::Map shared = {shared_address(memory)};
   if (threadIdx.x == 0) {
-    for (int s = 0; s < kStages; ++s) {
+    for (int s = 0; s < Shared::kStages; ++s) {
       mbarrier_init(shared.full_barrier(s), 1);
       mbarrier_init(shared.empty_barrier(s), consumers * arrivals);
     }
