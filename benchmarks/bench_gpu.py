@@ -161,6 +161,24 @@ def training_call(peer: Peer, x: Inputs) -> Callable[[], Any]:
     return call
 
 
+class _Nothing(torch.autograd.Function):
+    """The operator's differentiable inputs and results, and no work between: what torch takes of such a call."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(*inputs)
+        return torch.empty_like(inputs[2]), torch.empty_like(inputs[5])
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(ctx.saved_tensors)
+
+
+def empty_training_call(x: Inputs) -> Callable[[], Any]:
+    leaves = [x[name].clone().requires_grad_() for name in ("q", "k", "v", "g", "beta", "h0")]
+    return lambda: torch.autograd.grad(_Nothing.apply(*leaves), leaves, [x["do"], x["dht"]])
+
+
 def call_of(peer: Peer, row: Row, x: Inputs) -> Callable[[], Any] | None:
     """What is timed; None where the peer has no such operation."""
     if row.direction == "forward":
@@ -286,12 +304,18 @@ def measure_errors(key_dim: int, value_dim: int, mine: Peer, peers: list[Peer], 
 
 
 def measure_short_calls(mine: Peer, peers: list[Peer]) -> dict[str, Any]:
-    """Eager microseconds a call, 16/32 heads, one sequence; of ours also forward plus backward through autograd."""
+    """Eager microseconds a call, 16/32 heads, one sequence; forward plus backward through autograd, too, beside what
+    torch takes of that for a function that does nothing."""
     found: dict[str, Any] = {}
     for tokens in SHORT_LENGTHS:
         x = make_inputs(Row("forward", 16, 32, 128, 128, (tokens,)), "cuda")
-        found[str(tokens)] = {peer.name: eager_microseconds(peer.forward(x)) for peer in (mine, *peers)}
-        found[str(tokens)]["ours, forward + backward"] = eager_microseconds(training_call(mine, x))
+        times = {peer.name: eager_microseconds(peer.forward(x)) for peer in (mine, *peers)}
+        trained = {peer.name: training_call(peer, x) for peer in (mine, *peers) if peer.operator is not None}
+        for name, call in {**trained, "nothing": empty_training_call(x)}.items():
+            times[f"{name}, forward + backward"] = eager_microseconds(call)
+            with torch.autograd.set_multithreading_enabled(False):
+                times[f"{name}, the same on one thread"] = eager_microseconds(call)
+        found[str(tokens)] = times
     return found
 
 
