@@ -467,6 +467,14 @@ TEST(HopperBackwardSchedule, FillsTheMachine) {
     }
   }
   EXPECT_EQ(choose(std::vector<int64_t>(8, 4096), 32, false).segment_chunks, 0);
+  // In one window packed sequences are cut as rows are, whatever slots lie between them.
+  for (const size_t count : {2, 4, 8}) {
+    const std::vector<int64_t> lengths(count, 8192);
+    const gdn::sm90::BackwardSchedule packed = choose(lengths, 4, true);
+    ASSERT_EQ(packed.windows, 1);
+    EXPECT_EQ(packed.segment_chunks, choose(lengths, 4, false).segment_chunks) << count;
+    EXPECT_EQ(packed.blocks, choose(lengths, 4, false).blocks) << count;
+  }
   // Packed sequences stay whole where windows can end between them: four of 65 slots in each.
   const gdn::sm90::BackwardSchedule packed = choose(std::vector<int64_t>(8, 4096), 32, true);
   EXPECT_EQ(packed.segment_chunks, 260);

@@ -50,15 +50,16 @@ BackwardSchedule choose_backward_schedule(const BackwardSizes& sizes, const Back
   BackwardSchedule best;
   bool found = false;
   const auto consider = [&](int64_t segment, int64_t window) {
-    int64_t segments = 0;
-    for (const auto& sequence : sizes.sequences) {
-      const int64_t last = sequence.first_slot + std::max<int64_t>(sequence.chunks, 1) - 1;
-      segments += segment == 0 ? 1 : last / segment - sequence.first_slot / segment + 1;
-    }
     BackwardSchedule schedule;
     schedule.segment_chunks = segment;
     schedule.window_slots = window;
     schedule.windows = std::max<int64_t>(divide_up(sizes.slots, window), 1);
+    int64_t segments = 0;
+    for (const auto& sequence : sizes.sequences) {
+      const int64_t length = std::max<int64_t>(sequence.chunks, 1);
+      const int64_t offset = segment == 0 || schedule.windows == 1 ? 0 : sequence.first_slot % segment;
+      segments += segment == 0 ? 1 : divide_up(offset + length, segment);
+    }
     schedule.blocks = divide_up(segments * units, schedule.windows);
     const auto waves = [](int64_t blocks) { return static_cast<double>(divide_up(blocks, kMultiprocessors)); };
     // A pass that starts inside a sequence goes through what the state there remembers first.

@@ -72,12 +72,14 @@ struct SlotWindow {
   __device__ bool holds(int64_t slot) const { return slot >= begin && (slot < end || end == total); }
 };
 
-// Sequences are cut where slots are multiples of `chunks`, so that windows of that many slots part no segment. Segments
-// have places: of sequence n, whose first chunk has slot p, they start at place floor(p / chunks) + n. Places never
-// meet, and some stay empty.
+// Sequences are cut where slots are multiples of `chunks`, so that windows of that many slots part no segment, or,
+// where one window holds all slots, counted from the sequence's start, which gives fewer. Segments have places: of
+// sequence n, whose first chunk has slot p, they start at place floor(p / chunks) + n. Places never meet, and some stay
+// empty.
 struct SlotSegments {
   SequenceTable sequences;
   int64_t chunks = 0;  // 0: sequences run whole
+  bool from_start = false;
 
   __host__ __device__ int64_t num_places() const {
     return sequences.num_sequences + (chunks == 0 ? 0 : (sequences.num_slots() + chunks - 1) / chunks);
@@ -86,6 +88,12 @@ struct SlotSegments {
     if (chunks == 0) return n;
     const int64_t slot = sequences.offsets == nullptr ? n * sequences.slots_per_row : sequences.boundary(n) / kRows + n;
     return slot / chunks + n;
+  }
+  // What the first segment of a sequence lacks.
+  __device__ int64_t offset(const Sequence& sequence) const { return from_start ? 0 : sequence.first_slot % chunks; }
+  // Of a sequence of that many chunks, at least one.
+  __device__ int64_t last_place(int64_t n, const Sequence& sequence, int64_t length) const {
+    return first_place(n) + (offset(sequence) + length - 1) / chunks;
   }
 };
 
@@ -100,7 +108,7 @@ __device__ __forceinline__ bool find_segment(const SlotSegments& table, int64_t 
   int64_t first = 0;
   int64_t end = chunks;
   if (table.chunks != 0) {
-    const int64_t offset = sequence.first_slot % table.chunks;
+    const int64_t offset = table.offset(sequence);
     first = index == 0 ? 0 : index * table.chunks - offset;
     if (index > 0 && first >= chunks) return false;
     const int64_t next = (index + 1) * table.chunks - offset;

@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(cuda::kMapThreads, 1) backward_merge_kernel(co
   if (chunks == 0) return;
   MergeUnit unit;
   unit.first = args.segments.first_place(sequence_index);
-  unit.last = (sequence.first_slot + chunks - 1) / args.segments.chunks + sequence_index;
+  unit.last = args.segments.last_place(sequence_index, sequence, chunks);
   unit.head = (index - sequence_index * heads * groups) / groups;
   unit.value = (index - (sequence_index * heads + unit.head) * groups) * cuda::kMapColumns;
   if (back_in_time) {
