@@ -72,6 +72,8 @@ if(sm90_sources AND "90a" IN_LIST CULA_CUDA_ARCHS)
   cula_add_gpu_library(cula_gdn_sm90 "-gencode=arch=compute_90a,code=sm_90a" ${sm90_sources})
   list(APPEND core_objects $<TARGET_OBJECTS:cula_gdn_sm90>)
   target_compile_definitions(cula_cuda_options INTERFACE CULA_WITH_SM90)
+  # See csrc/common/device/hand_over.cuh.
+  target_compile_definitions(cula_gdn_sm90 PRIVATE $<$<BOOL:${CULA_RACECHECK}>:CULA_RACECHECK>)
   target_compile_definitions(cula_gdn_core PRIVATE CULA_WITH_SM90)
 endif()
 target_compile_definitions(cula_gdn_core PRIVATE CULA_WITH_CUDA)

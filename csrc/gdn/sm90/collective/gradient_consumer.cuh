@@ -111,9 +111,7 @@ struct GradientConsumer {
     mbarrier_wait(shared.full_barrier(place.slot), place.phase);
   }
   __device__ __forceinline__ void release(RingPlace place, bool others_read_it = false) const {
-    if (lane_id() != 0) return;
-    mbarrier_arrive(shared.empty_barrier(place.slot));
-    if (!others_read_it && warpgroup_thread() == 0) mbarrier_arrive(shared.empty_barrier(place.slot));
+    mbarrier_arrive_warp(shared.empty_barrier(place.slot), others_read_it ? 1 : 2);
   }
   // This thread's share of <S, D>: every other tile.
   __device__ __forceinline__ float multiply_states(RingPlace S, RingPlace D) const {
@@ -314,9 +312,8 @@ struct GradientConsumer {
     int heads = 0;  // so far
     // dq and dk of the item before have left its buffer of keys. All warps are past their last look at it.
     const auto release_keys = [&](int buffer) {
-      if (warpgroup_thread() != 0) return;
-      tma_store_wait_read();
-      mbarrier_arrive(shared.keys_empty_barrier(buffer));
+      if (warpgroup_thread() == 0) tma_store_wait_read();
+      mbarrier_arrive_group(shared.keys_empty_barrier(buffer));
     };
 #pragma unroll 1
     for (int turn = 0;; turn = turn == 2 * kKeyBuffers - 1 ? 0 : turn + 1) {  // goes round: a count makes ptxas spill
@@ -404,8 +401,7 @@ struct GradientConsumer {
         sign[0] = sign[1] = 1.0f;
         add_rows(dk, x, factor, sign, k_tile, sums, RowSum::kUpdate);
 
-        sync_warp();
-        if (lane_id() == 0) mbarrier_arrive(shared.summed_barrier(heads & 1));
+        mbarrier_arrive_warp(shared.summed_barrier(heads & 1));
         ++heads;
       }
 

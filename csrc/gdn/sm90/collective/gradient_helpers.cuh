@@ -139,12 +139,9 @@ struct GradientHelpers {
           sum = group_sum<8>(sum);
           if (piece == 0) memory.sums[buffer].values[row] = sum;
         }
-        sync_warp();
-        if (lane_id() == 0) {
-          mbarrier_arrive(shared.empty_barrier(dv.slot));
-          for (int i = 0; i < Shared::kSlotArrivals / 2; ++i) mbarrier_arrive(shared.empty_barrier(v.slot));
-          mbarrier_arrive(shared.summed_barrier(buffer));
-        }
+        mbarrier_arrive_warp({{shared.empty_barrier(dv.slot), Shared::kSlotWarps / 4},
+                              {shared.empty_barrier(v.slot), Shared::kSlotWarps / 2},
+                              {shared.summed_barrier(buffer), 1}});
         place = place.ahead(Shared::kPieces);
         ++heads;
       }
@@ -244,8 +241,7 @@ struct GradientHelpers {
         const int buffer = heads & 1;
         mbarrier_wait(shared.summed_barrier(buffer), (heads >> 1) & 1);
         finish(item, item.key_head * args.group + j, memory.sums[buffer], memory.factors[buffer]);
-        sync_warp();
-        if (lane_id() == 0) mbarrier_arrive(shared.finished_barrier(buffer));
+        mbarrier_arrive_warp(shared.finished_barrier(buffer));
         ++heads;
       }
     });

@@ -90,9 +90,9 @@ struct GradientShared {
   static constexpr int kFirstS = 4;
   static constexpr int kFirstD = 4 + kValueTiles;
   static_assert(kPieces <= kRingSlots);
-  // At a slot: the consumers' warps, and the two warps that read dv and v; the consumers stand in for these at other
-  // pieces, and these for the consumers at v.
-  static constexpr int kSlotArrivals = 4 * kGradientConsumers + 2;
+  // At a slot, counting every warp of the consumers twice. At dv they make up half of it, and the two warps that read
+  // values the other half; at v these make up all of it.
+  static constexpr int kSlotWarps = 2 * 4 * kGradientConsumers;
 
   SwizzledTile keys[kKeyBuffers][2 * kKeyTiles];  // q, k
   SwizzledTile pairs[kGradientConsumers];         // sums over the group: of dP, and of what the inverse adds to K K^T
@@ -139,15 +139,15 @@ struct GradientShared {
   __device__ static void init(const Map& shared) {
     for (int s = 0; s < kRingSlots; ++s) {
       mbarrier_init(shared.full_barrier(s), 1);
-      mbarrier_init(shared.empty_barrier(s), kSlotArrivals);
+      mbarrier_init(shared.empty_barrier(s), warp_arrivals(kSlotWarps));
     }
     for (int b = 0; b < kKeyBuffers; ++b) {
       mbarrier_init(shared.keys_full_barrier(b), 1);
-      mbarrier_init(shared.keys_empty_barrier(b), kGradientConsumers);
+      mbarrier_init(shared.keys_empty_barrier(b), group_arrivals(kGradientConsumers));
     }
     for (int b = 0; b < 2; ++b) {
-      mbarrier_init(shared.summed_barrier(b), 4 * kGradientConsumers + 2);
-      mbarrier_init(shared.finished_barrier(b), 1);
+      mbarrier_init(shared.summed_barrier(b), warp_arrivals(4 * kGradientConsumers + 2));
+      mbarrier_init(shared.finished_barrier(b), warp_arrivals(1));
     }
     mbarrier_init_fence();
   }

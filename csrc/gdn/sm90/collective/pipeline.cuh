@@ -8,6 +8,7 @@
 // Loader and scorer are one warpgroup. A buffer of scores is free when the stage of the same chunk is.
 #pragma once
 
+#include "common/device/hand_over.cuh"
 #include "common/device/ldmatrix.cuh"
 #include "common/device/mbarrier.cuh"
 #include "common/device/shared.cuh"

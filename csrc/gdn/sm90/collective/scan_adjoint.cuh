@@ -114,7 +114,7 @@ struct AdjointConsumer : ScanState<T, kKeyDim, kKind, true> {
       wgmma_commit();
       State::send(c, args.D, n - 1 - c, n - c, [&](int chunk, bool leader) { send_rows(chunk, leader); });
       wgmma_wait<1>();  // X
-      if (lane == 0) mbarrier_arrive(shared.read_barrier(buffer));
+      mbarrier_arrive_warp(shared.read_barrier(buffer));
 #pragma unroll
       for (int i = 0; i < 16; ++i) w[i] = pack2<T>(x[2 * i], x[2 * i + 1]);
       wgmma_fence();

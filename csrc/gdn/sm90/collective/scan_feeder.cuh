@@ -146,7 +146,7 @@ struct ScanFeeder {
       if (loader.chunk_at(c) == n - 1 && unit.tail_length < kRows) {
         loader.trim(stage);
         sync_feeder();
-        if (thread == 0) mbarrier_arrive(shared.trimmed_barrier());
+        mbarrier_arrive_group(shared.trimmed_barrier());
       }
       if constexpr (kAdjoint) {
         const int buffer = c % kScoreBuffers;
@@ -157,8 +157,7 @@ struct ScanFeeder {
                       }
                     });
         fence_async_shared();
-        sync_warp();
-        if (lane == 0) mbarrier_arrive(shared.scored_barrier(buffer));
+        mbarrier_arrive_warp(shared.scored_barrier(buffer));
       }
       if (thread == 0) {
         const int ahead = c + Shared::kStages - 1;

@@ -225,13 +225,13 @@ struct ScanShared {
     constexpr int kWarps = kWarpgroupThreads / 32;
     for (int s = 0; s < kStages; ++s) {
       mbarrier_init(shared.full_barrier(s), 1);
-      mbarrier_init(shared.empty_barrier(s), 1);
+      mbarrier_init(shared.empty_barrier(s), group_arrivals(1));
     }
     for (int b = 0; b < kScoreBuffers; ++b) {
-      mbarrier_init(shared.scored_barrier(b), kWarps);
-      mbarrier_init(shared.read_barrier(b), kWarps);
+      mbarrier_init(shared.scored_barrier(b), warp_arrivals(kWarps));
+      mbarrier_init(shared.read_barrier(b), warp_arrivals(kWarps));
     }
-    mbarrier_init(shared.trimmed_barrier(), 1);
+    mbarrier_init(shared.trimmed_barrier(), group_arrivals(1));
     mbarrier_init_fence();
   }
 };

@@ -114,10 +114,9 @@ struct ScanState {
   // before, `previous`, to the feeder. step: 0 has no chunk before it.
   __device__ __forceinline__ void put(const uint32_t (&operand)[kStateRegisters / 2], const uint32_t (&rows)[16],
                                       uint32_t value_at, int step, int previous) const {
-    const bool leader = warpgroup_thread() == 0;
-    if (kKind == ScanKind::kImages && leader) tma_store_wait_read();
+    if (kKind == ScanKind::kImages && warpgroup_thread() == 0) tma_store_wait_read();
     sync_group();  // the tiles are free again, and all warps have left the chunk before
-    if (leader && step > 0) mbarrier_arrive(shared.empty_barrier(previous));
+    if (step > 0) mbarrier_arrive_group(shared.empty_barrier(previous));
     if constexpr (kKind == ScanKind::kSummary) return;
     const int lane = lane_id();
     const uint32_t state_row =

@@ -31,7 +31,6 @@ struct TransitionConsumer : ScanState<T, kKeyDim, ScanKind::kSummary, false> {
 
   __device__ __forceinline__ void run() const {
     const int n = unit.num_chunks;
-    const bool leader = warpgroup_thread() == 0;
     const bool has_tail = unit.tail_length < kRows;
     const uint32_t operand = wgmma_operand(shared.base);
     float m[State::kStateRegisters];
@@ -69,7 +68,7 @@ struct TransitionConsumer : ScanState<T, kKeyDim, ScanKind::kSummary, false> {
       multiply_terms<kKeyDim / 16>(u, first, rest, tiles, 0);  // U' = M' K'
       wgmma_commit();
       State::sync_group();  // all warps have left the chunk before
-      if (leader && c > 0) mbarrier_arrive(shared.empty_barrier(stage == 0 ? Shared::kStages - 1 : stage - 1));
+      if (c > 0) mbarrier_arrive_group(shared.empty_barrier(stage == 0 ? Shared::kStages - 1 : stage - 1));
       load_factors(offsetof(ChunkFactors, beta_decay));
       wgmma_wait<0>();  // U
 

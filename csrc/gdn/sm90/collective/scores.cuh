@@ -75,7 +75,7 @@ struct Feeder {
     }
     fence_async_shared();
     sync_named(static_cast<int>(NamedBarrier::kLoader), kWarpgroupThreads);
-    if (thread == 0) mbarrier_arrive(shared.trimmed_barrier());
+    mbarrier_arrive_group(shared.trimmed_barrier());
   }
 
   __device__ __forceinline__ void run() const {
@@ -173,8 +173,7 @@ struct Feeder {
                     pack2<T>(p[8 * j + 6], p[8 * j + 7]) ^ args.scale_sign);
       }
       fence_async_shared();
-      sync_warp();
-      if (lane == 0) mbarrier_arrive(shared.scored_barrier(c & 1));
+      mbarrier_arrive_warp(shared.scored_barrier(c & 1));
       if (++stage == Shared::kStages) {
         stage = 0;
         phase ^= 1;

@@ -29,14 +29,13 @@ struct StepStore {
   // By one thread. consumers: warps.
   __device__ static void init(StepStore& store, int consumers) {
     for (int b = 0; b < 2; ++b) {
-      mbarrier_init(shared_address(&store.made[b]), 1);
-      mbarrier_init(shared_address(&store.finished[b]), consumers);
+      mbarrier_init(shared_address(&store.made[b]), warp_arrivals(1));
+      mbarrier_init(shared_address(&store.finished[b]), warp_arrivals(consumers));
     }
   }
   // By one warp: its lanes have read factors and step for the last time.
   __device__ static void finish(StepStore& store, int step) {
-    sync_warp();
-    if (lane_id() == 0) mbarrier_arrive(shared_address(&store.finished[step & 1]));
+    mbarrier_arrive_warp(shared_address(&store.finished[step & 1]));
   }
 };
 
@@ -63,8 +62,7 @@ __device__ __forceinline__ void make_steps(const StageGrid& grid, StepStore& sto
   };
   const auto put = [&](const GradientStep& step) {
     if (lane_id() == 0) store.steps[number & 1] = step;
-    sync_warp();
-    if (lane_id() == 0) mbarrier_arrive(shared_address(&store.made[number & 1]));
+    mbarrier_arrive_warp(shared_address(&store.made[number & 1]));
     ++number;
   };
   for_each_item(grid, [&](const Chunk& chunk, int key_head) {

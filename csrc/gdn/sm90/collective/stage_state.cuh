@@ -143,8 +143,7 @@ struct StateStageFeeder {
       chunk.length = index == unit.num_chunks - 1 ? unit.tail_length : kRows;
       wait_empty(step, first);
       make_stage_factors(memory.factors[first], args.grid.gates, chunk, unit.head, args.grid.scale);
-      sync_warp();
-      if (lane_id() == 0) mbarrier_arrive(shared.full_barrier(first));
+      mbarrier_arrive_warp(shared.full_barrier(first));
     }
   }
 
@@ -202,10 +201,9 @@ struct StateStageConsumer {
   // before, `previous`, to the feeder. step: 0 has no chunk before it.
   __device__ __forceinline__ void put(const uint32_t (&operand)[kStateRegisters / 2], const uint32_t (&rows)[16],
                                       uint32_t value_at, int step, int previous) const {
-    const bool leader = warpgroup_thread() == 0;
-    if (leader) tma_store_wait_read();
+    if (warpgroup_thread() == 0) tma_store_wait_read();
     sync_warpgroup(0);  // the tiles are free again, and all warps have left the chunk before
-    if (leader && step > 0) mbarrier_arrive(shared.empty_barrier(previous));
+    if (step > 0) mbarrier_arrive_group(shared.empty_barrier(previous));
     if (args.value_first) {
 #pragma unroll
       for (int i = 0; i < kKeyDim / 16; ++i) {

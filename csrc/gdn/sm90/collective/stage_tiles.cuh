@@ -2,6 +2,7 @@
 // over pairs of rows in accumulators.
 #pragma once
 
+#include "common/device/hand_over.cuh"
 #include "common/device/ldmatrix.cuh"
 #include "common/device/mbarrier.cuh"
 #include "common/device/shared.cuh"

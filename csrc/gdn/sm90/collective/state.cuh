@@ -162,7 +162,7 @@ struct StateConsumer {
       for (int i = 0; i < 16; ++i) packed[i] = pack2<T>(o[2 * i], o[2 * i + 1]);
       if (leader) tma_store_wait_read();
       sync_group();  // the tile is free again, and all warps have left the chunk
-      if (leader) mbarrier_arrive(shared.empty_barrier(stage));
+      mbarrier_arrive_group(shared.empty_barrier(stage));
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         stmatrix_x4_trans(shared.output(tile) + value_at + j * 2048, packed[4 * j], packed[4 * j + 1],
@@ -298,7 +298,7 @@ struct StateConsumer {
         wgmma_commit();
       } else {
         wgmma_wait<0>();  // S
-        if (lane == 0) mbarrier_arrive(shared.empty_barrier(stage));
+        mbarrier_arrive_warp(shared.empty_barrier(stage));
       }
       if constexpr (kEarlyOutput) wgmma_wait<1>();  // S
 #pragma unroll

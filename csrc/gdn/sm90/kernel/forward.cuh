@@ -70,16 +70,19 @@ __device__ __forceinline__ StateTarget final_state(const ForwardArgs& args, int6
   return {static_cast<unsigned char*>(x.data) + offset * args.final_state_bytes, x.dtype, x.stride[2], x.stride[3]};
 }
 
+// leaving: the arrivals of those who leave a stage.
 template <class Shared>
-__device__ __forceinline__ typename Shared::Map init_shared(void* memory, int consumers, int arrivals) {
+__device__ __forceinline__ typename Shared::Map init_shared(void* memory, int leaving) {
   const typename Shared::Map shared = {shared_address(memory)};
   if (threadIdx.x == 0) {
     for (int s = 0; s < Shared::kStages; ++s) {
       mbarrier_init(shared.full_barrier(s), 1);
-      mbarrier_init(shared.empty_barrier(s), consumers * arrivals);
+      mbarrier_init(shared.empty_barrier(s), leaving);
     }
-    for (int b = 0; b < kScoreBuffers; ++b) mbarrier_init(shared.scored_barrier(b), kWarpgroupThreads / 32);
-    mbarrier_init(shared.trimmed_barrier(), 1);
+    for (int b = 0; b < kScoreBuffers; ++b) {
+      mbarrier_init(shared.scored_barrier(b), warp_arrivals(kWarpgroupThreads / 32));
+    }
+    mbarrier_init(shared.trimmed_barrier(), group_arrivals(1));
     mbarrier_init_fence();
   }
   sync_block();
@@ -125,7 +128,7 @@ __global__ void __launch_bounds__(kForwardThreads<kValueTiles>, 1)
   }
   if (segment.is_last) unit.leaves = final_state(args, segment.sequence, head);
 
-  const auto shared = init_shared<Shared>(swizzled_shared_memory(), kValueTiles, 1);
+  const auto shared = init_shared<Shared>(swizzled_shared_memory(), group_arrivals(kValueTiles));
   const int group = warpgroup_id();
   wait_for_previous();
   if (group == kValueTiles) {
@@ -181,7 +184,8 @@ __global__ void __launch_bounds__(kForwardThreads<kSummaryTiles>, 1)
                              : args.states + dense_state(unit_index, args.value_dim, kKeyDim);
   unit.leaves = {target, DType::kFloat32, 1, kKeyDim};
 
-  const auto shared = init_shared<Shared>(swizzled_shared_memory(), kSummaryTiles, kWarpgroupThreads / 32);
+  const auto shared =
+      init_shared<Shared>(swizzled_shared_memory(), warp_arrivals(kSummaryTiles * kWarpgroupThreads / 32));
   const int group = warpgroup_id();
   if (group == kSummaryTiles) {
     SummaryFeeder<kKeyDim, kSummaryTiles>{args, unit, shared}.run();

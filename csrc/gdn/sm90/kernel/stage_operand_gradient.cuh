@@ -99,10 +99,10 @@ struct OperandGradientShared {
     StepStore::init(store, 4 * kKeyTiles);
     for (int s = 0; s < kPieceSlots; ++s) {
       mbarrier_init(full_barrier(s), 1);
-      mbarrier_init(empty_barrier(s), 4 * kKeyTiles);
+      mbarrier_init(empty_barrier(s), warp_arrivals(4 * kKeyTiles));
     }
     mbarrier_init(shared_address(&keys_full), 1);
-    mbarrier_init(shared_address(&keys_empty), kKeyTiles);
+    mbarrier_init(shared_address(&keys_empty), group_arrivals(kKeyTiles));
     mbarrier_init_fence();
   }
 };
@@ -199,7 +199,7 @@ struct OperandGradientConsumer {
     mbarrier_wait(shared.full_barrier(place.slot), place.phase);
   }
   __device__ __forceinline__ void release(PiecePlace place) const {
-    if (lane_id() == 0) mbarrier_arrive(shared.empty_barrier(place.slot));
+    mbarrier_arrive_warp(shared.empty_barrier(place.slot));
   }
   __device__ __forceinline__ void trim(uint32_t tiles, int count, int length) const {
     trim_tiles(tiles, count, length, static_cast<int>(threadIdx.x), kKeyTiles * kWarpgroupThreads);
@@ -435,7 +435,7 @@ struct OperandGradientConsumer {
         send_tile<T>(args.dk, args.dk_rows, {64 * group, step.key_head, step.token, step.batch}, k, step.length, group);
         wait_sent();
         sync_warpgroup(group);
-        if (warpgroup_thread() == 0) mbarrier_arrive(shared_address(&shared.keys_empty));
+        mbarrier_arrive_group(shared_address(&shared.keys_empty));
         ++items;
       }
       place = place.ahead(Shared::kPieces);

@@ -31,8 +31,8 @@ __global__ void __launch_bounds__(kStateStageThreads, 1)
       unit.first_index = sequence.batch * args.num_chunks + index;
       unit.sequence = sequence_index;
       for (int s = 0; s < kStateStages; ++s) {
-        mbarrier_init(shared.full_barrier(s), 2);  // the loader and a maker of factors
-        mbarrier_init(shared.empty_barrier(s), 1);
+        mbarrier_init(shared.full_barrier(s), 1 + warp_arrivals(1));  // the loader and a maker of factors
+        mbarrier_init(shared.empty_barrier(s), group_arrivals(1));
       }
       mbarrier_init_fence();
     }

@@ -73,7 +73,7 @@ struct WyGradientShared {
     StepStore::init(store, 4 * kConsumers);
     for (int s = 0; s < kWyStages; ++s) {
       mbarrier_init(shared_address(&full[s]), 1);
-      mbarrier_init(shared_address(&empty[s]), 4 * kConsumers);
+      mbarrier_init(shared_address(&empty[s]), warp_arrivals(4 * kConsumers));
     }
     mbarrier_init_fence();
   }
@@ -280,7 +280,7 @@ struct WyGradientConsumer {
         const bool upper = (i & 2) == 0;
         z[i] = (upper ? beta.x : beta.y) * ((upper ? decay.x : decay.y) * z[i] + c[i]) + e[i];
       }
-      if (lane_id() == 0) mbarrier_arrive(shared_address(&shared.empty[s]));
+      mbarrier_arrive_warp(shared_address(&shared.empty[s]));
 #pragma unroll
       for (int i = 0; i < 32; ++i) dk[i] += z[i];
       sync_consumers();  // all sums are there
