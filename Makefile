@@ -64,11 +64,12 @@ $(VENV)/.package: $(VENV)/.tools CMakeLists.txt $(sources)
 	touch $@
 
 # ---- build and test ------------------------------------------------------------------------------------------------
-configure = $(bin)/cmake -S . -B $(BUILD) -G Ninja -DCULA_BUILD_TESTS=ON -DCULA_CUDA=$(CULA_CUDA) \
-  -DPython3_EXECUTABLE=$(bin)/python -DCMAKE_BUILD_TYPE=Release $(CMAKE_ARGS)
+# The folder comes behind.
+configure = $(bin)/cmake -S . -G Ninja -DCULA_BUILD_TESTS=ON -DCULA_CUDA=$(CULA_CUDA) \
+  -DPython3_EXECUTABLE=$(bin)/python -DCMAKE_BUILD_TYPE=Release $(CMAKE_ARGS) -B
 
 build: $(VENV)/.tools
-	$(configure)
+	$(configure) $(BUILD)
 	$(bin)/cmake --build $(BUILD)
 
 test-cpp: build
@@ -115,22 +116,30 @@ gpu_tests = $(wildcard tests/python/test_cases_*.py) $(addprefix tests/python/te
 # kernels are looked at, but for initcheck, which must see who wrote memory. Every tensor is an allocation of its own,
 # or accesses behind its end, and reads of what an earlier tensor left there, would go unseen.
 sanitizer = PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 9
-sanitized = --library $(gpu_library) --sanitizer $(GPU_ARGS)
+sanitized = --sanitizer $(GPU_ARGS)
+racecheck_library = $(BUILD)-racecheck/libcula_gdn_test.so
 
 # initcheck does not see what the copy engine stores, so it is not for sm90. racecheck does not follow every way in which
-# the kernels hand over, and reports what is none; which those are, the probe shows.
+# the kernels hand over, and reports what is none; which those are, the probe shows. It gets a library of its own, whose
+# sm90 kernels hand over as it can follow (CULA_RACECHECK).
 sanitize-gpu: $(gpu_library)
 	! $(is_hopper) || $(bin)/cmake --build $(BUILD) --target racecheck_probe
+	! $(is_hopper) || { $(configure) $(BUILD)-racecheck -DCULA_RACECHECK=ON -DCULA_CUDA_ARCHS=90a && \
+	  $(bin)/cmake --build $(BUILD)-racecheck --target cula_gdn_test; }
 	failed=; ! $(is_hopper) || $(GPU_PYTHON) tests/gpu/run_racecheck_probe.py --probe $(BUILD)/racecheck_probe || \
 	  failed="$$failed racecheck_probe"; \
 	for suite in run_cuda $$($(is_hopper) && echo run_sm90 run_stages); do \
 	  for tool in memcheck racecheck synccheck; do \
-	    $(sanitizer) --tool $$tool --kernel-regex kns=cula $(GPU_PYTHON) tests/gpu/$$suite.py $(sanitized) || \
-	      failed="$$failed $$suite/$$tool"; \
+	    case $$suite/$$tool in \
+	      run_sm90/racecheck | run_stages/racecheck) library=$(racecheck_library) ;; \
+	      *) library=$(gpu_library) ;; \
+	    esac; \
+	    $(sanitizer) --tool $$tool --kernel-regex kns=cula $(GPU_PYTHON) tests/gpu/$$suite.py --library $$library \
+	      $(sanitized) || failed="$$failed $$suite/$$tool"; \
 	  done; \
 	done; \
-	$(sanitizer) --tool initcheck $(GPU_PYTHON) tests/gpu/run_cuda.py $(sanitized) --as-it-comes || \
-	  failed="$$failed run_cuda/initcheck"; \
+	$(sanitizer) --tool initcheck $(GPU_PYTHON) tests/gpu/run_cuda.py --library $(gpu_library) $(sanitized) \
+	  --as-it-comes || failed="$$failed run_cuda/initcheck"; \
 	test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 exchange-gpu: build
@@ -140,7 +149,7 @@ exchange-gpu: build
 
 # Only what it is made of is built, so that no nvcc is needed.
 emulated: $(VENV)/.tools
-	$(configure)
+	$(configure) $(BUILD)
 	$(bin)/cmake --build $(BUILD) --target cula_gdn_emulated
 
 bench: $(VENV)/.package
@@ -159,7 +168,7 @@ format: $(VENV)/.lint
 	$(bin)/ruff check --fix . && $(bin)/ruff format .
 
 clean:
-	rm -rf $(BUILD) out
+	rm -rf $(BUILD) $(BUILD)-racecheck out
 	rm -f $(VENV)/.package
 
 distclean: clean
