@@ -393,9 +393,10 @@ struct GradientConsumer {
         }
         wgmma_wait<0>();
         release(residual);
+        // Two at a time: with a meeting of the lanes for each, ptxas spills in fp16 with K = 64, V = 128.
         for (int i = 0; i < kValueTiles; ++i) {
-          release(S.ahead(i));
-          release(D.ahead(i));
+          mbarrier_arrive_warp(
+              {{shared.empty_barrier(S.ahead(i).slot), 2}, {shared.empty_barrier(D.ahead(i).slot), 2}});
         }
         row_factors(factor, offsetof(ChunkFactors, to_end));
         sign[0] = sign[1] = 1.0f;
