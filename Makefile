@@ -99,7 +99,7 @@ gpu-hopper:
 gpu-stages:
 	! $(is_hopper) || $(GPU_PYTHON) tests/gpu/run_stages.py --library $(gpu_library) --no-timing
 gpu-python:
-	! $(GPU_PYTHON) -c 'import tvm_ffi, pytest' || $(gpu_package) $(GPU_PYTHON) -m pytest $(gpu_tests) \
+	! $(GPU_PYTHON) -c 'import tvm_ffi, pytest' || $(gpu_package) $(GPU_PYTHON) -m pytest $(gpu_workers) $(gpu_tests) \
 	  --backends cuda$$($(is_hopper) && echo ,sm90)
 gpu-cp:
 	! $(GPU_PYTHON) -c 'import tvm_ffi' || $(gpu_package) $(GPU_PYTHON) tests/gpu/run_cp.py --library $(gpu_library) \
@@ -108,6 +108,8 @@ gpu-nccl:
 	! $(GPU_PYTHON) -c 'import torch, tvm_ffi; exit(torch.cuda.device_count() < 2)' || \
 	  $(gpu_package) $(GPU_PYTHON) tests/gpu/run_nccl.py --ranks 2 --no-timing
 
+# One process at a time would take longer than all other suites.
+gpu_workers = $$(! $(GPU_PYTHON) -c 'import xdist' 2>/dev/null || printf '%s' '-n 5')
 # Those that run by backend.
 gpu_tests = $(wildcard tests/python/test_cases_*.py) $(addprefix tests/python/test_,stages.py operator.py autograd.py \
   recurrent.py pools.py fla_tables.py compile.py gpu.py)
