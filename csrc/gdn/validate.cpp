@@ -160,8 +160,10 @@ class Checker {
         return problem_.chunk_size;
       case 'N':
         return problem_.num_sequences();
+      case 'P':
+        return summaries_;
       default:
-        return summaries_;  // P
+        throw_runtime_error("no size is called ", letter);
     }
   }
 

@@ -91,7 +91,8 @@ def main() -> int:
         result = verdict(way)
         if not way[CORRECT].right:
             result = "wrong result"
-        sure = "__syncthreads" in name
+        # The latter are what CULA_RACECHECK relies on.
+        sure = "__syncthreads" in name or name.startswith("5 stores, mbarrier all lanes")
         failed |= result in ("wrong result", "the tool failed") or (sure and result != "followed")
         counts = ", ".join(f"{fault} {outcome.hazards}" for fault, outcome in way.items())
         print(f"{result:15} {name:60} {counts}", flush=True)

@@ -221,6 +221,28 @@ def emulated_segments(run: Runner) -> None:
               "windows of")  # fmt: skip
     check("emulated packed segments", Shape(BF16, T=1300, H=1, HV=2, K=64, V=64, offsets=[0, 0, 130, 700, 700, 1290]),
           Options(), 6 * 48, 3, "segments of", "windows of")  # fmt: skip
+    wrong_lengths(run)
+
+
+def wrong_lengths(run: Runner) -> None:
+    """Lengths on the device that are not the plan's and leave out its first segments: no access outside the tensors."""
+    name = "emulated wrong lengths"
+    if not run.wanted(name):
+        return
+    shape = Shape(BF16, T=1300, H=1, HV=1, K=64, V=64, offsets=[0, 1300])
+    t = to_device(make_inputs(shape, Options()), run.device)
+    saved = run.saved(shape)
+    run.forward(shape, Options(), t, saved=saved)
+    run.library.schedules = ScheduleOptions(shortest_segment=3)
+    try:
+        assert "segments of" in run.library.describe(shape)
+        arguments, _ = run.backward_arguments(shape, t, saved)
+        cu_seqlens = len(arguments) - 9  # behind it, one gradient an input
+        arguments[cu_seqlens] = torch.tensor([900, 1300], dtype=torch.int32, device=run.device)
+        run.library.run("backward", shape, arguments, kind=2)
+    finally:
+        run.library.schedules = ScheduleOptions()
+    run.report(name, {"ended": (0.0, 0.0)})
 
 
 def windows(run: Runner) -> None:

@@ -192,7 +192,7 @@ void backward(const Plan& plan, const BackwardTensors& t, Workspace workspace, S
   scan.maps = maps;
   scan.segments.sequences = call.sequences;
   scan.segments.chunks = schedule.segment_chunks;
-  scan.segments.from_start = schedule.windows == 1;
+  scan.segments.from_start = schedule.cuts_from_start();
   scan.value_heads = problem.value_heads;
   scan.group = call.group;
   scan.value_tiles = value_dim / 64;

@@ -57,7 +57,7 @@ BackwardSchedule choose_backward_schedule(const BackwardSizes& sizes, const Back
     int64_t segments = 0;
     for (const auto& sequence : sizes.sequences) {
       const int64_t length = std::max<int64_t>(sequence.chunks, 1);
-      const int64_t offset = segment == 0 || schedule.windows == 1 ? 0 : sequence.first_slot % segment;
+      const int64_t offset = segment == 0 || schedule.cuts_from_start() ? 0 : sequence.first_slot % segment;
       segments += segment == 0 ? 1 : divide_up(offset + length, segment);
     }
     schedule.blocks = divide_up(segments * units, schedule.windows);

@@ -16,6 +16,8 @@ struct BackwardSchedule {
   int64_t blocks = 0;       // of both scans of a window, on average
   double microseconds = 0;  // what the model below expects of the scans
 
+  // Cuts are counted from a sequence's start, and otherwise lie where windows may end (SlotSegments).
+  bool cuts_from_start() const { return windows == 1; }
   std::string describe() const;
 };
 
@@ -31,7 +33,7 @@ struct BackwardSizes {
   int64_t key_dim = 0;
   int64_t value_dim = 0;
   // Sequences run whole, whatever else is there, and only windows of rows bound memory. So Problem::batch_invariant
-  // has it: where slots make cuts, those before it decide where a packed sequence is cut.
+  // has it: how many windows there are, and so where a sequence is cut, follows from the whole batch.
   bool sequences_whole = false;
 
   int64_t slot_bytes() const;  // what the scans leave of a slot

@@ -139,8 +139,8 @@ struct GradientHelpers {
           sum = group_sum<8>(sum);
           if (piece == 0) memory.sums[buffer].values[row] = sum;
         }
-        mbarrier_arrive_warp({{shared.empty_barrier(dv.slot), Shared::kSlotWarps / 4},
-                              {shared.empty_barrier(v.slot), Shared::kSlotWarps / 2},
+        mbarrier_arrive_warp({{shared.empty_barrier(dv.slot), Shared::kSlotShares / 4},
+                              {shared.empty_barrier(v.slot), Shared::kSlotShares / 2},
                               {shared.summed_barrier(buffer), 1}});
         place = place.ahead(Shared::kPieces);
         ++heads;

@@ -90,9 +90,9 @@ struct GradientShared {
   static constexpr int kFirstS = 4;
   static constexpr int kFirstD = 4 + kValueTiles;
   static_assert(kPieces <= kRingSlots);
-  // At a slot, counting every warp of the consumers twice. At dv they make up half of it, and the two warps that read
-  // values the other half; at v these make up all of it.
-  static constexpr int kSlotWarps = 2 * 4 * kGradientConsumers;
+  // Of a slot's release: each of the consumers' warps gives two, at dv one; of the two warps that read values each
+  // gives four at dv and eight at v.
+  static constexpr int kSlotShares = 2 * 4 * kGradientConsumers;
 
   SwizzledTile keys[kKeyBuffers][2 * kKeyTiles];  // q, k
   SwizzledTile pairs[kGradientConsumers];         // sums over the group: of dP, and of what the inverse adds to K K^T
@@ -139,7 +139,7 @@ struct GradientShared {
   __device__ static void init(const Map& shared) {
     for (int s = 0; s < kRingSlots; ++s) {
       mbarrier_init(shared.full_barrier(s), 1);
-      mbarrier_init(shared.empty_barrier(s), warp_arrivals(kSlotWarps));
+      mbarrier_init(shared.empty_barrier(s), warp_arrivals(kSlotShares));
     }
     for (int b = 0; b < kKeyBuffers; ++b) {
       mbarrier_init(shared.keys_full_barrier(b), 1);

@@ -73,7 +73,7 @@ struct SlotWindow {
 };
 
 // Sequences are cut where slots are multiples of `chunks`, so that windows of that many slots part no segment, or,
-// where one window holds all slots, counted from the sequence's start, which gives fewer. Segments have places: of
+// where one window holds all slots, counted from the sequence's start, which never gives more. Segments have places: of
 // sequence n, whose first chunk has slot p, they start at place floor(p / chunks) + n. Places never meet, and some stay
 // empty.
 struct SlotSegments {
@@ -110,7 +110,8 @@ __device__ __forceinline__ bool find_segment(const SlotSegments& table, int64_t 
   if (table.chunks != 0) {
     const int64_t offset = table.offset(sequence);
     first = index == 0 ? 0 : index * table.chunks - offset;
-    if (index > 0 && first >= chunks) return false;
+    // Negative where the device's lengths leave out the first places.
+    if (index < 0 || (index > 0 && first >= chunks)) return false;
     const int64_t next = (index + 1) * table.chunks - offset;
     end = next < chunks ? next : chunks;
   }

@@ -124,11 +124,11 @@ struct Feeder {
       const float gamma1 = load_shared(factors + offsetof(ChunkFactors, gamma) + 4 * row + 32) + args.log2_scale;
       // Chunk c - 2 had this buffer of scores; its stage is the next one to load.
       static_assert(kScoreBuffers == 2);
-      constexpr int kAhead = Shared::kStages - 2;
-      const int next = stage < 2 ? stage + kAhead : stage - 2;
+      const int next = stage < 2 ? stage + Shared::kStages - 2 : stage - 2;
       if (c >= 2) {
         mbarrier_wait(shared.empty_barrier(next), ((c - 2) / Shared::kStages) & 1);
-        if (thread == 0 && c + kAhead < n) loader.load(c + kAhead, next);
+        const int ahead = c - 2 + Shared::kStages;
+        if (thread == 0 && ahead < n) loader.load(ahead, next);
       }
       wgmma_wait<0>();
       const auto gate = [&](int i, int j) {  // 8 columns from 8 i on; j: the block of 16 that they are in
