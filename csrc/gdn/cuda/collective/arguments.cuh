@@ -86,8 +86,13 @@ struct SequenceTable {
     if (segment_chunks == 0) return num_sequences;
     return offsets ? num_slots() / segment_chunks + num_sequences : num_sequences * segments_per_row;
   }
-  // Of packed sequence n, which starts at token `begin`. Chunks have 2^i tokens, and a 64-bit division is a call.
-  __device__ int64_t first_slot(int64_t n, int64_t begin) const { return (begin >> (31 - __clz(chunk_size))) + n; }
+  // Of packed sequence n, which starts at token `begin`. kChunk: the tokens of a chunk, if the compiler is to know
+  // them; otherwise this is a 64-bit division, which is a call. 0: those of the table.
+  template <int kChunk = 0>
+  __device__ int64_t first_slot(int64_t n, int64_t begin) const {
+    if constexpr (kChunk != 0) return static_cast<int64_t>(static_cast<uint64_t>(begin) / kChunk) + n;
+    return begin / chunk_size + n;
+  }
   // Clamped, so that wrong values on the device can not lead outside the tensors.
   __device__ int64_t boundary(int64_t n) const {
     const int64_t x = load_index(offsets, wide, n);
@@ -143,11 +148,12 @@ __device__ __forceinline__ int64_t find_owner(int64_t count, int64_t place, cons
 }
 
 // The chunk of a slot that belongs to packed tokens [begin, end), or to none; false if it is empty.
+template <int kChunk>
 __device__ __forceinline__ bool chunk_at(const SequenceTable& table, int64_t slot, int64_t sequence, int64_t begin,
                                          int64_t end, Chunk& chunk) {
   chunk.sequence = sequence;
   chunk.batch = 0;
-  chunk.index = slot - table.first_slot(sequence, begin);
+  chunk.index = slot - table.template first_slot<kChunk>(sequence, begin);
   const int64_t done = chunk.index * table.chunk_size;
   chunk.token = begin + done;
   if (chunk.index < 0 || chunk.token >= end) return false;
@@ -156,7 +162,8 @@ __device__ __forceinline__ bool chunk_at(const SequenceTable& table, int64_t slo
   return true;
 }
 
-// Finds the chunk of a slot; false if the slot is empty. All lanes of the warp must call.
+// Finds the chunk of a slot; false if the slot is empty. All lanes of the warp must call. kChunk: see first_slot.
+template <int kChunk = 0>
 __device__ __forceinline__ bool find_chunk(const SequenceTable& table, int64_t slot, Chunk& chunk) {
   if (table.offsets == nullptr) {
     // Slots number less than 2^32, as blocks do; a 64-bit division is a call.
@@ -167,13 +174,14 @@ __device__ __forceinline__ bool find_chunk(const SequenceTable& table, int64_t s
     chunk.length = static_cast<int>(left < table.chunk_size ? left : table.chunk_size);
     return true;
   }
-  const int64_t owner =
-      find_owner(table.num_sequences, slot, [&](int64_t n) { return table.first_slot(n, table.boundary(n)); });
-  return chunk_at(table, slot, owner, table.boundary(owner), table.boundary(owner + 1), chunk);
+  const int64_t owner = find_owner(table.num_sequences, slot,
+                                   [&](int64_t n) { return table.template first_slot<kChunk>(n, table.boundary(n)); });
+  return chunk_at<kChunk>(table, slot, owner, table.boundary(owner), table.boundary(owner + 1), chunk);
 }
 
 // The same for many slots: of fewer than 32 packed sequences each lane keeps a boundary, so that no search waits for
 // memory. All lanes of the warp must call, the constructor too.
+template <int kChunk>
 class ChunkFinder {
  public:
   __device__ __forceinline__ explicit ChunkFinder(const SequenceTable& table) : table_(table) {
@@ -182,11 +190,11 @@ class ChunkFinder {
   }
 
   __device__ __forceinline__ bool find(int64_t slot, Chunk& chunk) const {
-    if (!keeps()) return find_chunk(table_, slot, chunk);
+    if (!keeps()) return find_chunk<kChunk>(table_, slot, chunk);
     const int lane = lane_id();
-    const bool reached = lane < table_.num_sequences && table_.first_slot(lane, boundary_) <= slot;
+    const bool reached = lane < table_.num_sequences && table_.template first_slot<kChunk>(lane, boundary_) <= slot;
     const int owner = 31 - __clz(static_cast<int>(ballot(reached) | 1u));
-    return chunk_at(table_, slot, owner, shuffle(boundary_, owner), shuffle(boundary_, owner + 1), chunk);
+    return chunk_at<kChunk>(table_, slot, owner, shuffle(boundary_, owner), shuffle(boundary_, owner + 1), chunk);
   }
 
  private:

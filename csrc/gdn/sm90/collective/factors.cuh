@@ -9,8 +9,6 @@ namespace cula::gdn::sm90 {
 using namespace cula::device;
 using cuda::CheckpointArgs;
 using cuda::Chunk;
-using cuda::ChunkFinder;
-using cuda::find_chunk;
 using cuda::find_sequence;
 using cuda::GateArgs;
 using cuda::kRows;
@@ -18,6 +16,11 @@ using cuda::Sequence;
 using cuda::SequenceTable;
 using cuda::StateSlots;
 using cuda::TensorArg;
+using ChunkFinder = cuda::ChunkFinder<kRows>;
+
+__device__ __forceinline__ bool find_chunk(const SequenceTable& table, int64_t slot, Chunk& chunk) {
+  return cuda::find_chunk<kRows>(table, slot, chunk);
+}
 
 // Rows past the chunk's length have beta, decays and to_end of 0, so that whatever finite numbers stand there count for
 // nothing. A gate below kReset decays to 0 in fp32, as -inf does: the running sum restarts in its row.
