@@ -78,8 +78,9 @@ struct ForwardStage<kKeyTiles, kValueTiles, false> {
 template <int kKeyDim, int kValueTiles, bool kOutput>
 struct ForwardShared {
   static constexpr int kKeyTiles = kKeyDim / 64;
-  // A block of half a head has less to do a chunk, and its loads take as long: with three stages it takes up to 9% longer
-  // than with four. Those of a whole head, which K = 128 leaves room for three, took 0.83 ms with two instead of 0.58.
+  // A block of half a head has less to do a chunk, and its loads take as long: with three stages it takes up to 9%
+  // longer than with four. Those of a whole head, which K = 128 leaves room for three, took 0.83 ms with two instead of
+  // 0.58.
   static constexpr int kStages = kOutput && kValueTiles == 1 ? 4 : 3;
   using Stage = ForwardStage<kKeyTiles, kValueTiles, kOutput>;
   Stage stages[kStages];
