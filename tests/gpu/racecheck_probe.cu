@@ -137,20 +137,9 @@ struct PairBarrier {  // its id is known at run time alone
   }
 };
 
-// The first kWarps warps of the block take part. kRounds: 0 if the loop is to stay one.
-template <class Before, class After, class Put, class Get, int kWarps, int kRounds, Fault kFault>
-__global__ void exchange(const __grid_constant__ ProbeArgs args) {
-  __shared__ Tile tiles[kWarps];
-  const int warp = warp_id();
-  if (warp >= kWarps) return;
-  const int rounds = kRounds == 0 ? args.rounds : kRounds;
-  const int other = kWarps == 1 ? 0 : warp ^ 1;
-  const auto step = [&](int r) {
-    Put::template put<kFault>(tiles[warp], args.in + (r * kWarps + warp) * kTileWords);
-    if constexpr (kFault != Fault::kFull) Before::template sync<kWarps>();
-    Get::get(tiles[other], args.out + (r * kWarps + other) * kTileWords);
-    if constexpr (kFault != Fault::kEmpty) After::template sync<kWarps>();
-  };
+// step(r) for each round. kRounds: 0 if the loop is to stay one, and then there are `rounds` of them.
+template <int kRounds, class Step>
+__device__ __forceinline__ void for_rounds(int rounds, const Step& step) {
   if constexpr (kRounds == 0) {
 #pragma unroll 1
     for (int r = 0; r < rounds; ++r) step(r);
@@ -158,6 +147,22 @@ __global__ void exchange(const __grid_constant__ ProbeArgs args) {
 #pragma unroll
     for (int r = 0; r < kRounds; ++r) step(r);
   }
+}
+
+// The first kWarps warps of the block take part. kRounds: see for_rounds.
+template <class Before, class After, class Put, class Get, int kWarps, int kRounds, Fault kFault>
+__global__ void exchange(const __grid_constant__ ProbeArgs args) {
+  __shared__ Tile tiles[kWarps];
+  const int warp = warp_id();
+  if (warp >= kWarps) return;
+  const int other = kWarps == 1 ? 0 : warp ^ 1;
+  const auto step = [&](int r) {
+    Put::template put<kFault>(tiles[warp], args.in + (r * kWarps + warp) * kTileWords);
+    if constexpr (kFault != Fault::kFull) Before::template sync<kWarps>();
+    Get::get(tiles[other], args.out + (r * kWarps + other) * kTileWords);
+    if constexpr (kFault != Fault::kEmpty) After::template sync<kWarps>();
+  };
+  for_rounds<kRounds>(args.rounds, step);
   cp_async_wait<0>();
 }
 
@@ -365,19 +370,10 @@ __global__ void hand_over(const __grid_constant__ ProbeArgs args) {
       Sync::template arrive<kReaders, kWriters, kFault>(shared, false, r);
     }
   };
-  const auto run = [&](const auto& step) {
-    if constexpr (kRounds == 0) {
-#pragma unroll 1
-      for (int r = 0; r < rounds; ++r) step(r);
-    } else {
-#pragma unroll
-      for (int r = 0; r < kRounds; ++r) step(r);
-    }
-  };
   if (warp < kWriters) {
-    run(write);
+    for_rounds<kRounds>(rounds, write);
   } else {
-    run(read);
+    for_rounds<kRounds>(rounds, read);
   }
   cp_async_wait<0>();
   sync_block();
