@@ -125,11 +125,13 @@ struct Chunk {
   int length;
 };
 
+// kChunk: see first_slot.
+template <int kChunk = 0>
 __device__ __forceinline__ Sequence find_sequence(const SequenceTable& table, int64_t n) {
   if (table.offsets == nullptr) return {n, 0, table.tokens, n * table.slots_per_row};
   const int64_t begin = table.boundary(n);
   const int64_t end = table.boundary(n + 1);
-  return {0, begin, end > begin ? end - begin : 0, table.first_slot(n, begin)};
+  return {0, begin, end > begin ? end - begin : 0, table.template first_slot<kChunk>(n, begin)};
 }
 
 // The last of `count` sequences whose first place is at or before this one: 32 probes a round. All lanes must call.

@@ -9,7 +9,6 @@ namespace cula::gdn::sm90 {
 using namespace cula::device;
 using cuda::CheckpointArgs;
 using cuda::Chunk;
-using cuda::find_sequence;
 using cuda::GateArgs;
 using cuda::kRows;
 using cuda::Sequence;
@@ -18,6 +17,9 @@ using cuda::StateSlots;
 using cuda::TensorArg;
 using ChunkFinder = cuda::ChunkFinder<kRows>;
 
+__device__ __forceinline__ Sequence find_sequence(const SequenceTable& table, int64_t n) {
+  return cuda::find_sequence<kRows>(table, n);
+}
 __device__ __forceinline__ bool find_chunk(const SequenceTable& table, int64_t slot, Chunk& chunk) {
   return cuda::find_chunk<kRows>(table, slot, chunk);
 }
